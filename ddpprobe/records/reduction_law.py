@@ -63,6 +63,11 @@ class ReductionLaw(NamedTuple):
         found: Floats = np.abs(self.reduced - factor * self.own) / max(1.0, abs(factor))
         return found
 
+    @property
+    def tells(self) -> NDArray[np.bool_]:
+        """Which gradients say anything of a factor [n]: their elements do not cancel each other."""
+        return np.abs(self.own) > CANCELLED
+
 
 def reduction_law(record: StepRecord) -> ReductionLaw | None:
     """Compare each parameter's gradient before and after the reduction.
@@ -104,11 +109,12 @@ def _law(record: StepRecord, micros: float) -> ReductionLaw | None:
         reduced = ranks * record.values[after, SUM] / norm
     told = np.isfinite(own) & np.isfinite(reduced)  # not of a gradient that is zero
     after, own, reduced = after[told], own[told], reduced[told]
-    tells = np.abs(own) > CANCELLED
+    law = ReductionLaw(np.nan, after, own, reduced)
+    tells = law.tells
     if not tells.any():
         return None
     factor = _weighted_median(reduced[tells] / own[tells], np.abs(own[tells]))
-    return ReductionLaw(factor, after, own, reduced)
+    return law._replace(factor=factor)
 
 
 def _weighted_median(values: Floats, weights: Floats) -> float:

@@ -176,18 +176,36 @@ def test_a_note_does_not_begin_the_first_steps_anew_and_another_factor_after_it_
     assert levels(run(Reduction(), between)) == [("warn", 4)]
 
 
-@pytest.mark.parametrize("ranks", [3, 64])
-def test_a_rank_that_is_left_out_from_some_step_on_is_told(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [3, 16])
+@pytest.mark.parametrize("noise", [1.0, 0.05])
+def test_a_rank_that_is_left_out_from_some_step_on_is_told_at_the_third_look(
+    ranks: int, noise: float
+) -> None:
+    """However much the gradients of the others are like its own."""
+
+    def alike(gradients: Gradient) -> Gradient:
+        return gradients.mean(axis=0) + noise * (gradients - gradients.mean(axis=0))
+
     def but_the_last(gradients: Gradient, _: str) -> Gradient:
-        return gradients[:-1].mean(axis=0)
+        # The mean of all but the last of gradients that are nearer to their mean than these.
+        own = gradients.mean(axis=0)
+        return own + noise * (alike(gradients)[:-1].mean(axis=0) - own)
 
     stream = [step_of(s, but_the_last if s >= 50 else mean, ranks=ranks) for s in range(100)]
     (warn,) = hear(Reduction(), stream)
-    assert warn.level == "warn"
-    assert 52 <= warn.step < 60  # at each step a gradient may look well by chance
-    assert f"no multiple of the mean of the {ranks} ranks' own since step" in warn.message
-    assert warn.values["before"] == pytest.approx(1.0)
-    assert "factor" not in warn.values
+    assert (warn.level, warn.step) == ("warn", 52)
+    assert f"no multiple of the mean of the {ranks} ranks' own since step 50" in warn.message
+    assert warn.values == pytest.approx({"before": 1.0, "since": 50})
+
+
+def test_rounding_is_no_other_multiple_however_coarse_it_is() -> None:
+    def rounded(gradients: Gradient, _: str) -> Gradient:
+        found = mean(gradients, _)
+        unit = 2.0 ** (np.floor(np.log2(np.abs(found))) - 7)  # bfloat16
+        return np.round(found / unit) * unit
+
+    for ranks in (2, 64):
+        assert run(Reduction(), [step_of(s, rounded, ranks=ranks) for s in range(100)]) == []
 
 
 def test_a_hook_that_compresses_matrices_alone_is_not_told() -> None:
