@@ -2,7 +2,7 @@
 
 They are each rank's own: every rank then trains a model of its own on its own data, and every line
 of the log looks fine. DDP has lost its hooks, or what should have reduced did nothing. Or they are
-larger than a mean can be, a sum, or smaller than one is: divided twice.
+another multiple of the mean than they were, a sum, or less than it: divided twice.
 """
 
 from __future__ import annotations
@@ -211,17 +211,17 @@ def _in_words(found: Factor, ranks: int, repeats: int, young: int) -> str:
             f"the reduced gradient is {found.now:.3g} x {means}, at each of the first {young} "
             f"sampled steps: {why}"
         )
-    was = f"and was {found.before:.3g} x that before"
+    before = f"{found.before:.3g} x that before"
     since = f"since step {found.since:.0f}, {repeats} sampled steps in a row"
     if math.isnan(found.now):
         return (
-            f"the reduced gradients are no multiple of {means} {since}, {was}: a rank may be left "
-            "out, or gradients of another step or parameter taken (a communication hook, a process "
-            "group, a damaged link)"
+            f"the reduced gradients are no multiple of {means} {since}, and were {before}: a rank "
+            "may be left out, or gradients of another step or parameter taken (a communication "
+            "hook, a process group, a damaged link)"
         )
     summed = abs(found.now / ranks - 1) < CLOSE
     why = "they are summed" if summed else "they are scaled in the reduction, or after it"
-    return f"the reduced gradient is {found.now:.3g} x {means} {since}, {was}: {why}"
+    return f"the reduced gradient is {found.now:.3g} x {means} {since}, and was {before}: {why}"
 
 
 def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records.identity_cache import IdentityCache
-from ddpprobe.records.reduction_law import reduction_law
+from ddpprobe.records.reduction_law import CLOSE, reduction_law
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import (
     NONFINITE,
@@ -94,7 +94,10 @@ def gradient_noise(record: StepRecord) -> tuple[float, float] | None:
     norm, own = global_grad_norm(record), [s.get("grad_norm_local", math.nan) for s in said]
     if norm is None or not math.isfinite(norm) or not all(map(math.isfinite, own)):
         return None
-    if norm > max(own) * (1 + _ROUNDING) or not _layout(record).whole:  # a sum is no mean
+    factor = _factor(record)
+    if (factor is not None and abs(factor - 1) > CLOSE) or not _layout(record).whole:
+        return None  # it is no mean
+    if norm > max(own) * (1 + _ROUNDING):  # nor is what cannot be one
         return None
     mean = math.fsum(each * each for each in own) / ranks
     return (mean - norm * norm) / (1 - 1 / ranks), (ranks * norm * norm - mean) / (ranks - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddpprobe.records.derived import DERIVED
+from ddpprobe.records.derived import DERIVED, gradient_noise
 from ddpprobe.records.reduction_law import reduction_law
 from ddpprobe.records.step import JOINED, KEPT, LOCAL_SGD, UNREDUCED
 from tests.made_reduction import Gradient, mean, scaled, step
@@ -107,3 +107,9 @@ def test_gradients_that_cancel_each_other_or_are_not_finite_do_not_tell() -> Non
     law = reduction_law(step(0, zero))
     assert law is not None
     assert law.factor == 0.0
+
+
+def test_of_gradients_that_are_no_mean_no_noise_is_told() -> None:
+    assert gradient_noise(step(0, mean, ranks=4)) is not None
+    for factor in (1 / 4, 1.1, 4.0):
+        assert gradient_noise(step(0, scaled(factor), ranks=4)) is None
