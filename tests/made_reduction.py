@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,8 @@ def scaled(factor: float) -> Callable[[Gradient, str], Gradient]:
 
 def step(
     number: int, reduce: Callable[[Gradient, str], Gradient] = mean, *, ranks: int = 2,
-    micros: int = 1, placement: str = "replicated", tapped: int | None = None,
+    micros: int = 1, placement: str = "replicated", own_placement: str = "local",
+    tapped: int | None = None, cancelled: Collection[str] = (),
     told: Mapping[str, float] | None = None, **changes: object,
 ) -> StepRecord:  # fmt: skip
     """A step with random gradients of each rank and micro-batch, reduced by a function.
@@ -37,8 +38,9 @@ def step(
         number: of the step, and seed.
         reduce: takes the ranks' gradients [ranks, elements] of a parameter, and its name.
         ranks, micros: how many there are.
-        placement: of the reduced gradients.
+        placement, own_placement: of the reduced gradients, and of the local ones.
         tapped: hooks on each local gradient; by default one of each rank and micro-batch.
+        cancelled: parameters whose gradients' elements add up to nothing.
         told: more scalars of each rank.
         changes: fields of the record.
     """
@@ -46,10 +48,12 @@ def step(
     before, after = np.zeros(ranks), 0.0
     for name, size in zip(NAMES, SIZES, strict=True):
         each = rng.normal(size=(micros, ranks, size))
+        if name in cancelled:
+            each -= each.mean(axis=-1, keepdims=True)
         own = each.sum(axis=0)
         reduced = reduce(own, name)
         hooks = ranks * micros if tapped is None else tapped
-        rows[Site(name, "grad_local")] = {
+        rows[Site(name, "grad_local", placement=own_placement)] = {
             "numel": each.size, "tapped": hooks, "observed": hooks, "sum": each.sum(),
             "sum_sq": np.square(each).sum(),
         }  # fmt: skip

@@ -38,7 +38,7 @@ class MemoryKills:
         """Read all counts (monotonic s); to be called every few seconds."""
         for key, seen in self._seen.items():
             seen.append((now, self._read(key)))
-            while len(seen) > 1 and seen[1][0] < now - LATELY_SECONDS:
+            while seen[1][0] < now - LATELY_SECONDS:
                 seen.popleft()
 
     def take(self, key: Hashable) -> int:

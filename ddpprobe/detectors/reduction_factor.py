@@ -65,11 +65,10 @@ class ReductionFactor:
         return self._none(record, law) if self._settled else None
 
     def _factor_of(self, law: ReductionLaw) -> float:
-        """Return the usual factor if most gradients are that multiple, or theirs; NaN of none."""
+        """Return of which multiple most gradients are, the usual one if it is that; NaN of none."""
         if self._settled and self._share_off(law, self._usual) < HALF:
             return law.factor if _close(law.factor, self._usual) else self._usual
-        most = 1 - NEARLY_ALL if self._settled else HALF
-        return law.factor if self._share_off(law, law.factor) < most else math.nan
+        return law.factor if self._share_off(law, law.factor) < HALF else math.nan
 
     def _share_off(self, law: ReductionLaw, factor: float) -> float:
         off = law.off(factor) > self._bound
@@ -88,7 +87,7 @@ class ReductionFactor:
         """Whether all of the first sampled steps had one factor that no mean has."""
         whole = len(self._first) == self._young
         alike = all(_close(factor, self._first[0]) for factor in self._first)
-        return whole and alike and 0 < self._first[0] < 1 - LESS
+        return whole and alike and self._first[0] < 1 - LESS
 
     def _multiple(self, step: int, factor: float, off: float) -> Factor | None:
         usual = _close(factor, self._usual)

@@ -76,12 +76,21 @@ class TestOfEitherVersion:
     ) -> None:
         none = "max" if version == 2 else NO_LIMIT
         tree.process(7, lines.format("/job/step"))
-        tree.group(f"{prefix}job/step", version=version, limit=none, used=GIB, files=0)
+        tree.group(f"{prefix}job/step", version=version, limit=9 * GIB, used=GIB, files=0)
         tree.group(f"{prefix}job", version=version, limit=4 * GIB, used=3 * GIB, files=0)
         tree.group(prefix or ".", version=version, limit=none, used=9 * GIB, files=0)
         group = MemoryGroup.of(7)
         assert group is not None
         assert group.left() == (GIB, 4.0 * GIB)
+
+    def test_who_is_beyond_its_limit_has_nothing_left(
+        self, tree: Tree, version: int, lines: str, prefix: str
+    ) -> None:
+        tree.process(7, lines.format("/job"))
+        tree.group(f"{prefix}job", version=version, limit=100, used=120, files=0)
+        group = MemoryGroup.of(7)
+        assert group is not None
+        assert group.left() == (0.0, 100.0)
 
     def test_a_group_without_a_limit_leaves_what_the_machine_has(
         self, tree: Tree, version: int, lines: str, prefix: str, tmp_path: Path
@@ -145,6 +154,14 @@ class TestLately:
         """A large process is long on its way out."""
         self.count(tree, 4)
         kills.look(LATELY_SECONDS - 1)
+        assert kills.take("a") == 1
+
+    def test_a_kill_within_the_last_minute_is_told_whenever_looks_are_taken(
+        self, tree: Tree, kills: MemoryKills
+    ) -> None:
+        self.count(tree, 4)
+        kills.look(LATELY_SECONDS - 1)
+        kills.look(LATELY_SECONDS + 1)
         assert kills.take("a") == 1
 
     def test_a_kill_of_long_ago_is_not_told(self, tree: Tree, kills: MemoryKills) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,33 @@ def test_another_factor_now_and_then_or_each_time_another_one_is_not_told() -> N
 def test_whoever_sums_from_the_start_means_to() -> None:
     assert run(Reduction(), [step_of(s, scaled(2)) for s in range(100)]) == []
     assert run(Reduction(), [step_of(s, scaled(1 if s < 7 else 2)) for s in range(100)]) == []
+    (warn,) = run(Reduction(), [step_of(s, scaled(1 if s < 8 else 2)) for s in range(100)])
+    assert warn.step == 10
+    unsettled = [step_of(s, scaled(1 + s % 2 if s < 20 else 3)) for s in range(100)]
+    assert run(Reduction(), unsettled) == []
+
+
+def test_the_new_factor_is_the_usual_one_then_and_a_return_from_it_is_told_as_well() -> None:
+    there_and_back = [step_of(s, scaled(3 if 50 <= s < 200 else 1)) for s in range(300)]
+    there, back = hear(Reduction(), there_and_back)
+    assert (there.step, there.values["before"], there.values["factor"]) == (
+        52, pytest.approx(1), pytest.approx(3),
+    )  # fmt: skip
+    assert (back.step, back.values["before"], back.values["factor"]) == (
+        202, pytest.approx(3), pytest.approx(1),
+    )  # fmt: skip
+
+
+def test_a_parameter_that_was_never_reduced_hides_no_other_factor_and_is_none_itself() -> None:
+    def but_one(factor: float) -> Callable[[Gradient, str], Gradient]:
+        return lambda gradients, name: (
+            gradients[0] if name == "b.bias" else factor * mean(gradients, name)
+        )
+
+    stream = [step_of(s, but_one(3 if s >= 50 else 1), ranks=3) for s in range(100)]
+    (found,) = [a for a in hear(Reduction(), stream) if "mean of the 3" in a.message]
+    assert found.values["factor"] == pytest.approx(3)
+    assert 52 <= found.step < 60  # its own sum may be most of what there is to tell
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -160,9 +188,11 @@ def test_a_mean_that_is_divided_once_more_is_told_at_the_fifth_step(
     assert (warn.level, warn.step, warn.kind) == ("warn", 4, "grad")
     assert warn.values == pytest.approx({"factor": 1 / ranks})
     assert "divided by the number of ranks twice" in warn.message
-    (warn,) = hear(Reduction(), stream(0.7))
-    assert "0.7 x the mean" in warn.message
-    assert "scaled, too" in warn.message
+    for factor in (0.97, 0.7, -1.0):
+        (warn,) = hear(Reduction(), stream(factor))
+        assert f"is {factor:g} x the mean" in warn.message
+        assert "scaled, too" in warn.message
+    assert hear(Reduction(), stream(0.99)) == []
     assert hear(Reduction(), stream(1 / ranks, last=4)) == []
 
 
@@ -198,14 +228,55 @@ def test_a_rank_that_is_left_out_from_some_step_on_is_told_at_the_third_look(
     assert warn.values == pytest.approx({"before": 1.0, "since": 50})
 
 
-def test_rounding_is_no_other_multiple_however_coarse_it_is() -> None:
-    def rounded(gradients: Gradient, _: str) -> Gradient:
-        found = mean(gradients, _)
-        unit = 2.0 ** (np.floor(np.log2(np.abs(found))) - 7)  # bfloat16
+def rounded(bits: int) -> Callable[[Gradient, str], Gradient]:
+    """Return a reduction to a mean of so many bits; bfloat16 has 8."""
+
+    def reduce(gradients: Gradient, name: str) -> Gradient:
+        found = mean(gradients, name)
+        unit = 2.0 ** (np.floor(np.log2(np.abs(found))) + 1 - bits)
         return np.round(found / unit) * unit
 
+    return reduce
+
+
+def test_rounding_is_no_other_multiple_however_coarse_it_is() -> None:
     for ranks in (2, 64):
-        assert run(Reduction(), [step_of(s, rounded, ranks=ranks) for s in range(100)]) == []
+        assert run(Reduction(), [step_of(s, rounded(8), ranks=ranks) for s in range(100)]) == []
+    now_and_then = [step_of(s, rounded(4 if s < 4 or s >= 50 else 40)) for s in range(100)]
+    assert run(Reduction(), now_and_then) == []
+
+
+def test_rounding_hides_no_rank_that_is_left_out() -> None:
+    def but_the_last(gradients: Gradient, name: str) -> Gradient:
+        return rounded(8)(gradients[:-1], name)
+
+    stream = [step_of(s, but_the_last if s >= 50 else rounded(8), ranks=3) for s in range(100)]
+    (warn,) = hear(Reduction(), stream)
+    assert 52 <= warn.step < 60  # a sum of elements may look well by chance
+    assert "no multiple" in warn.message
+
+
+def test_what_tells_nothing_is_not_counted_among_those_that_are_a_multiple() -> None:
+    def but_the_last(gradients: Gradient, _: str) -> Gradient:
+        return gradients[:-1].mean(axis=0)
+
+    stream = [
+        step_of(s, but_the_last if s >= 50 else mean, ranks=3,
+                cancelled=("a.weight", "b.weight"))
+        for s in range(100)
+    ]  # fmt: skip
+    (warn,) = hear(Reduction(), stream)
+    assert (warn.step, "no multiple" in warn.message) == (52, True)
+
+
+def test_another_factor_and_then_none_are_not_one_run_of_three() -> None:
+    def but_the_last(gradients: Gradient, _: str) -> Gradient:
+        return gradients[:-1].mean(axis=0)
+
+    def at(number: int) -> Callable[[Gradient, str], Gradient]:
+        return scaled(2) if number == 50 else but_the_last if number in (51, 52) else mean
+
+    assert run(Reduction(), [step_of(s, at(s), ranks=3) for s in range(100)]) == []
 
 
 def test_a_hook_that_compresses_matrices_alone_is_not_told() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ddpprobe.records.derived import DERIVED, gradient_noise
-from ddpprobe.records.reduction_law import reduction_law
+from ddpprobe.records.reduction_law import ReductionLaw, reduction_law
 from ddpprobe.records.step import JOINED, KEPT, LOCAL_SGD, UNREDUCED
-from tests.made_reduction import Gradient, mean, scaled, step
+from tests.made_reduction import NAMES, Gradient, mean, scaled, step
 
 FACTOR = next(each for each in DERIVED if each.name == "reduction_factor")
 
@@ -79,6 +79,8 @@ def test_a_parameter_that_is_not_reduced_is_off_and_the_others_are_not() -> None
         {"tapped": 1},
         {"placement": "local"},
         {"placement": "partial"},
+        {"own_placement": "sharded"},
+        {"cancelled": NAMES},
     ],
 )
 def test_where_no_mean_over_all_ranks_is_known_nothing_is_told(changes: dict) -> None:
@@ -107,6 +109,24 @@ def test_gradients_that_cancel_each_other_or_are_not_finite_do_not_tell() -> Non
     law = reduction_law(step(0, zero))
     assert law is not None
     assert law.factor == 0.0
+
+
+def test_the_factor_is_that_of_most_gradients() -> None:
+    def uneven(gradients: Gradient, name: str) -> Gradient:
+        factor = {"a.weight": 5.0, "b.weight": 0.2}.get(name, 1.0)
+        return factor * mean(gradients, name)
+
+    laws = [reduction_law(step(number, uneven, ranks=3)) for number in range(100)]
+    factors = [round(law.factor, 6) for law in laws if law is not None]
+    assert factors.count(1.0) > 60
+    assert factors.count(5.0) < 25
+
+
+def test_how_far_a_gradient_is_from_a_multiple_is_by_that_multiple() -> None:
+    law = ReductionLaw(1.0, np.array([0]), np.array([2.0]), np.array([2001.0]))
+    assert law.off(1000.0).tolist() == [0.001]
+    assert law.off(-1000.0).tolist() == [4.001]
+    assert law.off(0.5).tolist() == [2000.0]
 
 
 def test_of_gradients_that_are_no_mean_no_noise_is_told() -> None:
