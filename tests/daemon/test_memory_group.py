@@ -170,6 +170,12 @@ class TestLately:
             kills.look(at * LATELY_SECONDS)
         assert kills.take("a") == 0
 
+    def test_a_group_that_was_made_anew_has_killed_nobody(
+        self, tree: Tree, kills: MemoryKills
+    ) -> None:
+        self.count(tree, 0)
+        assert kills.take("a") == 0
+
     def test_of_a_group_that_went_with_its_last_process_the_last_look_counts(
         self, tree: Tree, kills: MemoryKills
     ) -> None:
