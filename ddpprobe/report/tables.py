@@ -22,6 +22,7 @@ from ddpprobe.reader.text import (
     wrapping,
 )
 from ddpprobe.records.rank_names import numbers_text, ranks_joined
+from ddpprobe.records.reduction_law import CLOSE
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -36,16 +37,18 @@ _OWN = ("node", "hostname", "device", "pid")
 
 def facts(story: Story) -> list[tuple[str, str]]:
     """Return what ran, a name and a text each."""
-    return [(label, text) for label, text in _facts(story.info) if text]
+    return [(label, text) for label, text in _facts(story) if text]
 
 
-def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(story: Story) -> Iterator[tuple[str, str]]:
+    info = story.info
     yield "run", str(info["name"])
     yield "state", _state(info)
     yield "started", when(info["created_ns"])
     ranks, nodes = info["world_size"], info["nodes"]
     yield "ranks", "" if ranks is None else f"{ranks} on {nodes} node{'' if nodes == 1 else 's'}"
     yield "wrapper, backend", ", ".join(wrapping(info))
+    yield "gradients reduced to", _reduced(story)
     yield "torch", str(info["torch"] or "")
     yield "rank 0 on", str(info["hostname"] or "")
     yield "sampling", _sampling(info)
@@ -55,6 +58,19 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "size", size(info["bytes"]["total"])
     yield "path", str(info["path"])
     yield "identity", info["identity_lost"] or ""
+
+
+def _reduced(story: Story) -> str:
+    """Say what the reduction made of the gradients, as far as sampled steps tell."""
+    table = story.whole("reduction_factor")
+    if not table.known:
+        return ""
+    low, high = float(np.nanmin(table.low)), float(np.nanmax(table.high))
+    of_the_mean = "the mean of the ranks' own"
+    if high - low <= CLOSE * abs(high):
+        one = abs(high - 1) <= CLOSE
+        return of_the_mean if one else f"{number(high)} x {of_the_mean}"
+    return f"{number(low)} to {number(high)} x {of_the_mean}"
 
 
 def _said(attempts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

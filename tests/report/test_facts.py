@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddpprobe.cli.main import main
 from ddpprobe.reader.run import open_run
+from ddpprobe.records.step import Site
 from ddpprobe.report.story import gather
 from ddpprobe.report.tables import MOST_SAID, facts
 from ddpprobe.report.verdict import judge
@@ -107,3 +109,28 @@ def test_of_a_run_without_a_sampled_step_it_is_told_how_far_it_came(
     assert main(["info", str(path)]) == 4
     assert "steps      up to 7, none recorded\n" in capsys.readouterr().out
     assert dict(facts(gather(open_run(path))))["steps"] == "up to 7, none recorded"
+
+
+@pytest.mark.parametrize(
+    ("factors", "told"),
+    [
+        ((1.0, 1.004), "the mean of the ranks' own"),
+        ((2.0, 2.0), "2 x the mean of the ranks' own"),
+        ((1.0, 2.0, 1.0), "1 to 2 x the mean of the ranks' own"),
+        ((), None),
+    ],
+)
+def test_what_the_reduction_made_of_the_gradients_is_told(
+    factors: tuple[float, ...], told: str | None, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run", ranks=2)
+    sites = Site("a.weight", "grad_local"), Site("a.weight", "grad", placement="replicated")
+    for step, factor in enumerate(factors):
+        own = np.random.default_rng(step).normal(size=(2, 50))
+        for rank in (0, 1):
+            rows = own[rank], factor * own.mean(axis=0)
+            counts = np.array([[50, 0, 0, 0, 0, 1, 1]] * 2)
+            values = np.array([[row.min(), row.max(), row.sum(), row @ row] for row in rows])
+            made.write([record(rank, step, sites=sites, counts=counts, values=values, digests={})])
+    made.close()
+    assert dict(facts(gather(open_run(made.path)))).get("gradients reduced to") == told
