@@ -150,7 +150,7 @@ def rich_record() -> StepRecord:
     norms = {"grad_norm_local": 2.0, "grad_norm": 2.0, "grad_norm_used": 1.0}
     made = replace(record(sites), scalars=dict.fromkeys(range(2), norms))
     made.counts[1, COUNTS.index("tapped")] = 2  # of both ranks
-    made.values[1, VALUES.index("sum")] = 4.0
+    made.values[:2, VALUES.index("sum")] = 2.0, 4.0  # a mean, and what both have
     return made
 
 
