@@ -21,6 +21,11 @@ def mean(gradients: Gradient, _: str) -> Gradient:
     return gradients.mean(axis=0)
 
 
+def but_the_last(gradients: Gradient, _: str) -> Gradient:
+    """Leave the last rank out of the mean."""
+    return gradients[:-1].mean(axis=0)
+
+
 def scaled(factor: float) -> Callable[[Gradient, str], Gradient]:
     """Return a reduction to a multiple of the mean."""
     return lambda gradients, _: factor * gradients.mean(axis=0)

@@ -47,9 +47,9 @@ def _lefts(pids: Iterable[int]) -> Iterator[tuple[float, float]]:
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):  # it died a moment ago
             groups.add(MemoryGroup.of(pid))
-    for group in groups - {None}:
+    for group in filter(None, groups):
         with contextlib.suppress(OSError, ValueError):
-            if group is not None and (left := group.left()) is not None:
+            if (left := group.left()) is not None:
                 yield left
 
 

@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpprobe.daemon.memory_kills import MemoryKills
 from ddpprobe.rundir.fuse import Fuse
@@ -140,14 +140,15 @@ class ProcessWatcher:
         ended = []
         for fd in sorted(fds):
             key, pid = self._watched[fd]
-            ended.append((key, how_it_ended(pid, fd), now, self._batches))
+            ended.append(Exit(key, how_it_ended(pid, fd), now, self._batches))
         self._batches += bool(fds)
         with self._lock:
             for key, (pid, started) in list(self._slow.items()):
                 if not is_process(pid, started):
                     del self._slow[key]
-                    ended.append((key, UNKNOWN, now, -1))
+                    ended.append(Exit(key, UNKNOWN, now))
             for fd in fds:
                 del self._watched[fd]
                 os.close(fd)
-            self._exits += [Exit(*end, self._memory_kills.take(end[0])) for end in ended]
+            kills = self._memory_kills
+            self._exits += [replace(end, memory_kills=kills.take(end.key)) for end in ended]

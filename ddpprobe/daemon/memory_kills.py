@@ -23,34 +23,44 @@ class MemoryKills:
     """
 
     def __init__(self) -> None:
-        self._count: dict[Hashable, Callable[[], int]] = {}
-        self._seen: dict[Hashable, deque[tuple[float, int]]] = {}
+        self._watched: dict[Hashable, _Counted] = {}
 
     def watch(self, key: Hashable, pid: int, now: float) -> None:
         """Count from now on around a process that lives (monotonic s)."""
         with contextlib.suppress(OSError, ValueError):
             group = MemoryGroup.of(pid)
             count = memory_group.machine_kills if group is None else group.kills
-            self._seen[key] = deque([(now, count())])
-            self._count[key] = count
+            self._watched[key] = _Counted(count, now)
 
     def look(self, now: float) -> None:
         """Read all counts (monotonic s); to be called every few seconds."""
-        for key, seen in self._seen.items():
-            seen.append((now, self._read(key)))
-            while seen[1][0] < now - LATELY_SECONDS:
-                seen.popleft()
+        for counted in self._watched.values():
+            counted.look(now)
 
     def take(self, key: Hashable) -> int:
         """Return how many processes it has killed lately around one that has ended; forget that."""
-        found = max(0, self._read(key) - self._seen[key][0][1]) if key in self._seen else 0
-        self._count.pop(key, None)
-        self._seen.pop(key, None)
-        return found
+        counted = self._watched.pop(key, None)
+        return 0 if counted is None else counted.lately()
 
-    def _read(self, key: Hashable) -> int:
-        """Return a count; of a group that is gone with its last process, the one read last."""
+
+class _Counted:
+    """A count, and what it was over the last minute."""
+
+    def __init__(self, count: Callable[[], int], now: float) -> None:
+        self._count, self._seen = count, deque([(now, count())])
+
+    def look(self, now: float) -> None:
+        self._seen.append((now, self._read()))
+        while self._seen[1][0] < now - LATELY_SECONDS:
+            self._seen.popleft()
+
+    def lately(self) -> int:
+        """Return by how much it has grown; that of a group that was made anew by nothing."""
+        return max(0, self._read() - self._seen[0][1])
+
+    def _read(self) -> int:
+        """Return the count; of a group that is gone with its last process, the one read last."""
         try:
-            return self._count[key]()
+            return self._count()
         except (OSError, ValueError):
-            return self._seen[key][-1][1]
+            return self._seen[-1][1]

@@ -23,7 +23,7 @@ from ddpprobe.detectors.reduction_factor import Factor, ReductionFactor
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.reduction_law import CLOSE, reduction_law
+from ddpprobe.records.reduction_law import reduction_law, same_factor
 from ddpprobe.records.step import KEPT, UNREDUCED, USED_NORM, Anomaly, StepRecord
 
 Norms = tuple[float, float]  # local, reduced
@@ -205,7 +205,7 @@ def _stayed_local(norms: list[Norms]) -> bool:
 def _in_words(found: Factor, ranks: int, repeats: int, young: int) -> str:
     means = f"the mean of the {ranks} ranks' own"
     if math.isnan(found.before):
-        twice = abs(found.now * ranks - 1) < CLOSE
+        twice = same_factor(found.now, 1 / ranks)
         why = "it was divided by the number of ranks twice" if twice else "it was scaled, too"
         return (
             f"the reduced gradient is {found.now:.3g} x {means}, at each of the first {young} "
@@ -219,7 +219,7 @@ def _in_words(found: Factor, ranks: int, repeats: int, young: int) -> str:
             "may be left out, or gradients of another step or parameter taken (a communication "
             "hook, a process group, a damaged link)"
         )
-    summed = abs(found.now / ranks - 1) < CLOSE
+    summed = same_factor(found.now, ranks)
     why = "they are summed" if summed else "they are scaled in the reduction, or after it"
     return f"the reduced gradient is {found.now:.3g} x {means} {since}, and was {before}: {why}"
 

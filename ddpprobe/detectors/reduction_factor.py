@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ddpprobe.records.reduction_law import CLOSE, ReductionLaw
+from ddpprobe.records.reduction_law import ReductionLaw, same_factor
 from ddpprobe.records.step import StepRecord
 
 # By a rank's norm: so far gradients may be from a multiple of the mean before it is known how far
@@ -67,7 +67,7 @@ class ReductionFactor:
     def _factor_of(self, law: ReductionLaw) -> float:
         """Return of which multiple most gradients are, the usual one if it is that; NaN of none."""
         if self._settled and self._share_off(law, self._usual) < HALF:
-            return law.factor if _close(law.factor, self._usual) else self._usual
+            return law.factor if same_factor(law.factor, self._usual) else self._usual
         return law.factor if self._share_off(law, law.factor) < HALF else math.nan
 
     def _share_off(self, law: ReductionLaw, factor: float) -> float:
@@ -86,17 +86,17 @@ class ReductionFactor:
     def _is_divided(self) -> bool:
         """Whether all of the first sampled steps had one factor that no mean has."""
         whole = len(self._first) == self._young
-        alike = all(_close(factor, self._first[0]) for factor in self._first)
+        alike = all(same_factor(factor, self._first[0]) for factor in self._first)
         return whole and alike and self._first[0] < 1 - LESS
 
     def _multiple(self, step: int, factor: float, off: float) -> Factor | None:
-        usual = _close(factor, self._usual)
+        usual = same_factor(factor, self._usual)
         if usual or not self._settled:
             self._rounding = max(self._rounding, off) if off <= self._bound else self._rounding
             self._looks = self._looks + 1 if usual else 1
             self._usual, self._count = factor, 0
             return None
-        self._count = self._count + 1 if self._count and _close(factor, self._now) else 1
+        self._count = self._count + 1 if self._count and same_factor(factor, self._now) else 1
         self._now = factor
         self._since = step if self._count == 1 else self._since
         if self._count < self._repeats:
@@ -116,7 +116,3 @@ class ReductionFactor:
         if self._count < self._repeats or not far:
             return None
         return Factor(self._usual, math.nan, self._since)
-
-
-def _close(one: float, other: float) -> bool:
-    return bool(abs(one - other) <= CLOSE * abs(other))

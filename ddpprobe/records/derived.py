@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records.identity_cache import IdentityCache
-from ddpprobe.records.reduction_law import CLOSE, reduction_law
+from ddpprobe.records.reduction_law import reduction_law, same_factor
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import (
     NONFINITE,
@@ -95,7 +95,7 @@ def gradient_noise(record: StepRecord) -> tuple[float, float] | None:
     if norm is None or not math.isfinite(norm) or not all(map(math.isfinite, own)):
         return None
     factor = _factor(record)
-    if (factor is not None and abs(factor - 1) > CLOSE) or not _layout(record).whole:
+    if (factor is not None and not same_factor(factor, 1.0)) or not _layout(record).whole:
         return None  # it is no mean
     if norm > max(own) * (1 + _ROUNDING):  # nor is what cannot be one
         return None

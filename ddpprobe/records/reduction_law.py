@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.paired_rows import paired_rows
 from ddpprobe.records.step import (
     JOINED,
     KEPT,
@@ -33,6 +34,7 @@ _TABLES = 8  # of sites: of the last attempts, and of steps that lack ranks
 # do the gradients of what feeds a normalization or a softmax.
 CANCELLED = 0.1
 CLOSE = 0.01  # relative: factors that are one and the same; a reduction in bfloat16 rounds by less
+_OWN = "grad_local"
 _PARTED = (UNREDUCED, JOINED, LOCAL_SGD)  # steps whose gradients are no mean over all ranks
 
 
@@ -69,6 +71,11 @@ class ReductionLaw(NamedTuple):
         return np.abs(self.own) > CANCELLED
 
 
+def same_factor(one: float, other: float) -> bool:
+    """Whether two factors are one and the same, up to rounding."""
+    return abs(one - other) <= CLOSE * abs(other)
+
+
 def reduction_law(record: StepRecord) -> ReductionLaw | None:
     """Compare each parameter's gradient before and after the reduction.
 
@@ -78,6 +85,10 @@ def reduction_law(record: StepRecord) -> ReductionLaw | None:
         reduced is less than the mean over several micro-batches: it may be that of the last one
         alone, as after a closure (LBFGS) that sets gradients to zero between them.
     """
+    return _laws(record)
+
+
+def _find(record: StepRecord) -> ReductionLaw | None:
     if record.missing or record.partial or record.skipped:
         return None
     micros = _micro_batches(record)
@@ -96,7 +107,7 @@ def _micro_batches(record: StepRecord) -> float:
 
 
 def _law(record: StepRecord, micros: float) -> ReductionLaw | None:
-    before, after = _pairs(record.sites)
+    _, before, after = _pairs(record.sites)
     ranks, counts = len(record.ranks), record.counts
     # On every rank; pipeline stages and tensor parallelism reduce over some of them.
     known = counts[before, TAPPED] == ranks * micros
@@ -123,17 +134,9 @@ def _weighted_median(values: Floats, weights: Floats) -> float:
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
-def _pairs_of(sites: tuple[Site, ...]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the rows of the gradients that are there before a reduction and after it [n, n]."""
-    own = {s.fqn: row for row, s in enumerate(sites)
-           if s.kind == "grad_local" and s.placement == "local"}  # fmt: skip
-    both = [
-        (own[s.fqn], row)
-        for row, s in enumerate(sites)
-        if s.kind == "grad" and s.placement in ("replicated", "sharded") and s.fqn in own
-    ]
-    before, after = zip(*both, strict=True) if both else ((), ())
-    return np.array(before, np.intp), np.array(after, np.intp)
+def _is_of_a_mean(site: Site) -> bool:
+    return site.placement in (("local",) if site.kind == _OWN else ("replicated", "sharded"))
 
 
-_pairs = IdentityCache(_pairs_of, _TABLES)
+_pairs = IdentityCache(lambda sites: paired_rows(sites, _OWN, "grad", _is_of_a_mean), _TABLES)
+_laws = IdentityCache(_find, 1)  # the detector and several numbers of a step ask for it

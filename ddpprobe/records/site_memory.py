@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.records.histogram import count_below
 from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.paired_rows import paired_rows
 from ddpprobe.records.site_stats import TensorRowsCache
 from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
 
@@ -94,7 +95,7 @@ class UpdateRatios:
         pairs = _pairs(record.sites)
         if not pairs.fqns or record.skipped:
             return
-        rows = pairs.weights, pairs.changes
+        rows = pairs.first, pairs.second
         weight, change = (derive("rms", record.counts[r], record.values[r]) for r in rows)
         seen = (record.counts[rows, OBSERVED] > 0).all(axis=0)
         for i in np.flatnonzero(seen & np.isfinite(change) & (weight > 0)):
@@ -131,25 +132,8 @@ class Magnitudes:
         return dict(self._known)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Rows of the same parameters: `weights` and `changes`."""
-
-    fqns: tuple[str, ...]
-    weights: NDArray[np.intp]
-    changes: NDArray[np.intp]
+def _is_whole(site: Site) -> bool:
+    return site.placement not in ("partial", "unknown")  # one rank's part is no value of the tensor
 
 
-def _make_pairs(sites: tuple[Site, ...]) -> _Pairs:
-    # One rank's part is no value of the tensor.
-    rows = {
-        (site.fqn, site.kind): row
-        for row, site in enumerate(sites)
-        if site.kind in ("param", "update") and site.placement not in ("partial", "unknown")
-    }
-    fqns = tuple(fqn for fqn, kind in rows if kind == "param" and (fqn, "update") in rows)
-    weights, changes = ([rows[fqn, kind] for fqn in fqns] for kind in ("param", "update"))
-    return _Pairs(fqns, np.array(weights, np.intp), np.array(changes, np.intp))
-
-
-_pairs = IdentityCache(_make_pairs, _TABLES)
+_pairs = IdentityCache(lambda sites: paired_rows(sites, "param", "update", _is_whole), _TABLES)

@@ -22,7 +22,7 @@ from ddpprobe.reader.text import (
     wrapping,
 )
 from ddpprobe.records.rank_names import numbers_text, ranks_joined
-from ddpprobe.records.reduction_law import CLOSE
+from ddpprobe.records.reduction_law import same_factor
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -67,9 +67,8 @@ def _reduced(story: Story) -> str:
         return ""
     low, high = float(np.nanmin(table.low)), float(np.nanmax(table.high))
     of_the_mean = "the mean of the ranks' own"
-    if high - low <= CLOSE * abs(high):
-        one = abs(high - 1) <= CLOSE
-        return of_the_mean if one else f"{number(high)} x {of_the_mean}"
+    if same_factor(low, high):
+        return of_the_mean if same_factor(high, 1.0) else f"{number(high)} x {of_the_mean}"
     return f"{number(low)} to {number(high)} x {of_the_mean}"
 
 

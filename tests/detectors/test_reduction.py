@@ -12,7 +12,7 @@ import pytest
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.records.step import LOCAL_SGD, NOTED, UNREDUCED, USED_NORM, Site, StepRecord
 from tests.detectors.made_records import hear, levels, record, run
-from tests.made_reduction import Gradient, mean, scaled
+from tests.made_reduction import Gradient, but_the_last, mean, scaled
 from tests.made_reduction import step as step_of
 
 
@@ -216,12 +216,12 @@ def test_a_rank_that_is_left_out_from_some_step_on_is_told_at_the_third_look(
     def alike(gradients: Gradient) -> Gradient:
         return gradients.mean(axis=0) + noise * (gradients - gradients.mean(axis=0))
 
-    def but_the_last(gradients: Gradient, _: str) -> Gradient:
+    def leave_it_out(gradients: Gradient, _: str) -> Gradient:
         # The mean of all but the last of gradients that are nearer to their mean than these.
         own = gradients.mean(axis=0)
         return own + noise * (alike(gradients)[:-1].mean(axis=0) - own)
 
-    stream = [step_of(s, but_the_last if s >= 50 else mean, ranks=ranks) for s in range(100)]
+    stream = [step_of(s, leave_it_out if s >= 50 else mean, ranks=ranks) for s in range(100)]
     (warn,) = hear(Reduction(), stream)
     assert (warn.level, warn.step) == ("warn", 52)
     assert f"no multiple of the mean of the {ranks} ranks' own since step 50" in warn.message
@@ -247,19 +247,16 @@ def test_rounding_is_no_other_multiple_however_coarse_it_is() -> None:
 
 
 def test_rounding_hides_no_rank_that_is_left_out() -> None:
-    def but_the_last(gradients: Gradient, name: str) -> Gradient:
+    def leave_it_out(gradients: Gradient, name: str) -> Gradient:
         return rounded(8)(gradients[:-1], name)
 
-    stream = [step_of(s, but_the_last if s >= 50 else rounded(8), ranks=3) for s in range(100)]
+    stream = [step_of(s, leave_it_out if s >= 50 else rounded(8), ranks=3) for s in range(100)]
     (warn,) = hear(Reduction(), stream)
     assert 52 <= warn.step < 60  # a sum of elements may look well by chance
     assert "no multiple" in warn.message
 
 
 def test_what_tells_nothing_is_not_counted_among_those_that_are_a_multiple() -> None:
-    def but_the_last(gradients: Gradient, _: str) -> Gradient:
-        return gradients[:-1].mean(axis=0)
-
     stream = [
         step_of(s, but_the_last if s >= 50 else mean, ranks=3,
                 cancelled=("a.weight", "b.weight"))
@@ -270,9 +267,6 @@ def test_what_tells_nothing_is_not_counted_among_those_that_are_a_multiple() -> 
 
 
 def test_another_factor_and_then_none_are_not_one_run_of_three() -> None:
-    def but_the_last(gradients: Gradient, _: str) -> Gradient:
-        return gradients[:-1].mean(axis=0)
-
     def at(number: int) -> Callable[[Gradient, str], Gradient]:
         return scaled(2) if number == 50 else but_the_last if number in (51, 52) else mean
 

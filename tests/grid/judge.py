@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe.records.merge import disagreements, merge_all
-from ddpprobe.records.reduction_law import CLOSE, reduction_law
+from ddpprobe.records.reduction_law import reduction_law, same_factor
 from ddpprobe.records.step import OBSERVED, PHASES, StepRecord
 from tests.grid.axes import DDP, Cell
 from tests.grid.cell import Outcome, Run, is_far, journal_of
@@ -82,7 +82,7 @@ def _reduced(steps: dict[int, StepRecord], outcome: Outcome) -> None:
     """Every wrapper here averages over all ranks, so whatever is told of that says 1."""
     for number, step in steps.items():
         law = reduction_law(step)
-        if law is not None and abs(law.factor - 1) > CLOSE:
+        if law is not None and not same_factor(law.factor, 1.0):
             outcome.problems.append(f"step {number}: reduced by {law.factor}, not to the mean")
 
 

@@ -8,7 +8,7 @@ import pytest
 from ddpprobe.records.derived import DERIVED, gradient_noise
 from ddpprobe.records.reduction_law import ReductionLaw, reduction_law
 from ddpprobe.records.step import JOINED, KEPT, LOCAL_SGD, UNREDUCED
-from tests.made_reduction import NAMES, Gradient, mean, scaled, step
+from tests.made_reduction import NAMES, Gradient, but_the_last, mean, scaled, step
 
 FACTOR = next(each for each in DERIVED if each.name == "reduction_factor")
 
@@ -43,12 +43,9 @@ def test_less_than_the_mean_of_several_micro_batches_may_be_that_of_the_last_one
 
 @pytest.mark.parametrize("ranks", [2, 16, 256])
 def test_what_a_rank_had_no_part_in_is_no_multiple_of_the_mean(ranks: int) -> None:
-    def without_the_last(gradients: Gradient, _: str) -> Gradient:
-        return gradients[:-1].mean(axis=0)
-
     off = []
     for number in range(50):
-        law = reduction_law(step(number, without_the_last, ranks=ranks))
+        law = reduction_law(step(number, but_the_last, ranks=ranks))
         assert law is not None
         off.append(law.off(1.0))
     assert 0.65 < np.mean(np.array(off) > 0.3) < 0.9
