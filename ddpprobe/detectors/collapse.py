@@ -113,8 +113,8 @@ class Collapse(SoundStepsDetector):
         seen = first.given if is_input else first.output
         who = ranks_text(tuple(alike))
         message = (
-            f"all samples of a batch that {who} is given are alike, at each of the last "
-            f"{seen.alike} sampled steps, and were not before: look at the loader and the sampler"
+            f"all samples of a batch given to {who} are alike, at each of the last {seen.alike} "
+            "sampled steps, and were not before: look at the loader and the sampler"
             if is_input
             else f"the model returns the same for all samples of a batch on {who}, at each of the "
             f"last {seen.alike} sampled steps, whatever it is given: look for units that have "

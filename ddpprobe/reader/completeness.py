@@ -33,6 +33,7 @@ from ddpprobe.records.step import STEP_PHASES
 IN_FLIGHT = 2
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 NOTHING_SAMPLED = "nothing to judge: no step was sampled"
+_HOW_IT_ENDED = "how it ended"  # of one rank
 _UPLOADED = (
     "the daemon of each node uploads what it has committed, records about a minute late; what does "
     "not arrive lies on that node, where `ddpprobe info` says how to finish the upload"
@@ -142,6 +143,8 @@ class Completeness:
                 texts.setdefault((share.attempt, text), []).append(share)
         said = []
         for (attempt, text), shares in texts.items():
+            if len(shares) > 1:
+                text = text.replace(_HOW_IT_ENDED, "how each ended")
             where = f"attempt {attempt}, " if several else ""
             said.append(f"{where}{ranks_text(s.rank for s in shares)}{text}")
         if self.unsampled and not said:
@@ -200,7 +203,7 @@ class Completeness:
         if share.end == UNKNOWN:
             known = "on its own node" if share.elsewhere else "not known"
             held = f"{_count(share.held)} held{last}"
-            yield f"{of}: how it ended is {known}; {held}"
+            yield f"{of}: {_HOW_IT_ENDED} is {known}; {held}"
 
 
 def is_partial(merged_reader: MergedReader, attempt: int) -> bool:

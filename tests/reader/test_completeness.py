@@ -206,7 +206,7 @@ def test_nothing_is_said_of_a_run_that_recorded_nothing(tmp_path: Path, call: Ca
 
 def test_damage_and_pages_go_before_what_is_not_known(tmp_path: Path, call: Call) -> None:
     made = nan_told(tmp_path / "run")
-    assert "how it ended is not known" in call("anomalies", made.path)[2]
+    assert "how each ended is not known" in call("anomalies", made.path)[2]
     assert call("anomalies", made.path)[0] == 1
     (made.path / "journal/000" / NODE / "rank_00000/00000000.wal").write_bytes(b"x" * 100)
     assert call("anomalies", made.path)[0] == 3
@@ -330,7 +330,7 @@ def test_the_head_s_own_directory_keeps_its_verdict_and_names_what_is_elsewhere(
     assert (found.step, found.rank, found.first_cause) == (30, 0, True)
     shares = open_run(path).completeness().shares
     assert [(s.rank, s.held, s.end) for s in shares][:2] == [(0, 40, UNKNOWN), (1, 40, UNKNOWN)]
-    assert "ranks 0-1 of 4: how it ended is on its own node" in call("anomalies", path)[2]
+    assert "ranks 0-1 of 4: how each ended is on its own node" in call("anomalies", path)[2]
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["journals", "folded"])
