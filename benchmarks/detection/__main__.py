@@ -1,13 +1,14 @@
 """Runs what has no result yet, and writes docs/detection.md once all is there.
 
 `make bench-detection` may take three hours, in as many sittings as you like: `MINUTES=10` starts
-nothing more after ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run
-again until the code changes; where detectors alone have changed, it is judged anew by its records,
-which are kept beside that file (300 MB). `--quick` (`make bench-detection QUICK=1`): one seed, 15
-minutes, prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed
-(`unlisted.py`, which names `set_a.py` to `set_l.py`), what is sharded (`sharded.py`), other ways to
-train (`breadth.py`, `habits.py`) and the architectures (`zoo.py`) stand in tables of their own. The
-architectures need transformers and timm, which the command's own environment has (`.venv-zoo`).
+nothing more after ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run again
+until the code that it depends on changes (`fingerprint.py`); where detectors alone have changed, it
+is judged anew by its records, which are kept beside that file (300 MB). `--quick` (`make
+bench-detection QUICK=1`): one seed, 15 minutes, prints only. `--jobs U01 H05` runs some of the jobs
+only. What nobody listed (`unlisted.py`, which names `set_a.py` to `set_l.py`), what is sharded
+(`sharded.py`), other ways to train (`breadth.py`, `habits.py`) and the architectures (`zoo.py`)
+stand in tables of their own. The architectures need transformers and timm, which the command's own
+environment has (`.venv-zoo`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pathlib import Path
 
 import ddpprobe
 from benchmarks import tables
+from benchmarks.detection.fingerprint import Fingerprints
 from benchmarks.detection.jobs import JOBS, PLANTED
 from benchmarks.detection.kept import Kept
 from benchmarks.detection.report import EVERY, page
-from benchmarks.detection.results import Key, Result, Results, code
+from benchmarks.detection.results import Key, Result, Results
 from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, judge_fault, judge_healthy
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -85,10 +87,10 @@ def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None
         keys: in this order.
         minutes: after which no more are started; None: all are.
     """
-    begun, failed, fingerprint, machine = time.monotonic(), 0, code(), tables.machine()
+    begun, failed, code, machine = time.monotonic(), 0, Fingerprints(), tables.machine()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     switches = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}
-    records = Kept(kept, code(recorded=True))
+    records = Kept(kept, code.of_records)
     directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with Zygote(**switches) as zygote, directory as place:
         for key in results.missing(keys):
@@ -100,7 +102,10 @@ def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None
                 print(error, file=sys.stderr, flush=True)
                 failed += 1
                 continue
-            if code() != fingerprint:  # jobs are imported when they begin
+            fingerprint = code.of_result(key.job)
+            if (
+                Fingerprints().of_result(key.job) != fingerprint
+            ):  # jobs are imported when they begin
                 raise SystemExit("the code was changed while it was measured: start again")
             results.add(Result(outcome, spoke, fingerprint, machine, today))
             print(outcome, file=sys.stderr, flush=True)
@@ -120,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = asked.jobs or list(JOBS)
     minutes = _QUICK_MINUTES if asked.quick and asked.minutes is None else asked.minutes
     keys = [Key(job, seed, every) for seed in seeds for job in jobs for every in EVERY]
-    results = Results(asked.results, code())
+    code = Fingerprints()
+    results = Results(asked.results, lambda job: code.of_result(job) if job in JOBS else "")
     failed = sit(results, asked.results.with_name("records"), keys, minutes)
     text, missing = page(results.of(keys), results.missing(keys)), results.missing(keys)
     print(text)

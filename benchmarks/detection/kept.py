@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import final
 
@@ -23,24 +22,23 @@ _FAST = 1  # of gzip's levels; the others gain a tenth
 
 @final
 class Kept:
-    """The directory of what is kept; of other code it is removed.
+    """The directory of what is kept; of a run, by the newest code only.
 
     Args:
         path: of the directory.
-        fingerprint: of the code by which runs are recorded.
+        code: of the name of a job, the fingerprint of the code by which it is recorded.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._place = path / fingerprint
-        for other in path.glob("*"):
-            if other != self._place:
-                shutil.rmtree(other, ignore_errors=True)  # another process removes it, too
+    def __init__(self, path: Path, code: Callable[[str], str]) -> None:
+        self._place, self._code = path, code
 
     def keep(self, key: Key, records: list[StepRecord], said: Iterable[Anomaly]) -> None:
         """Keep a run: its records, and what was said of it."""
         names = {detector.name for detector in DETECTORS}
         others = [anomaly for anomaly in said if anomaly.detector not in names]
         self._place.mkdir(parents=True, exist_ok=True)
+        for other in self._place.glob(f"{_name(key)}.*"):
+            other.unlink()
         half = self._file(key).with_suffix(".half")
         with gzip.open(half, "wb", _FAST) as file:
             pickle.dump((records, others), file)
@@ -57,4 +55,8 @@ class Kept:
         return records, [*found, *suite.finish(), *said]
 
     def _file(self, key: Key) -> Path:
-        return self._place / f"{key.job}-{key.seed}-{key.every}.pickle.gz"
+        return self._place / f"{_name(key)}.{self._code(key.job)}.pickle.gz"
+
+
+def _name(key: Key) -> str:
+    return f"{key.job}-{key.seed}-{key.every}"
