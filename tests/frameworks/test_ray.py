@@ -92,7 +92,8 @@ def test_workers_that_ray_starts_again_go_on_in_the_run_that_they_had(
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", last)
     code, out, _ = call("anomalies", run.path)
     assert code == 1
-    assert f"attempt 0: crashed: rank {last} died ({how}" in out
+    assert out.startswith("attempt 0: crashed, see below\n")
+    assert f"rank_lost: rank {last} died ({how}" in out
     assert "attempt 1" not in out
     code, out, _ = call("verify", run.path)
     assert code in {0, 4}  # 4: a step of the rank that died was under way
