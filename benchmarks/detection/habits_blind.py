@@ -1,4 +1,7 @@
-"""Healthy runs in more habits, written by somebody who had not read what the detectors look for."""
+"""Healthy runs in more habits, written by somebody who had not read what the detectors look for.
+
+"Seen" is without the probe: the loss as a mean over the first and over the last ten steps.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ def _fit(model: nn.Module, batch: Callable[[], Batch], steps: int) -> None:
 
 class W01(Healthy):
     trap, net, world = "Nesterov momentum, a one-cycle learning rate", "cnn", 2
+    # Seen: loss 1.07 -> 0.22 (seed 0), 1.12 -> 0.14 (seed 1).
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(
@@ -50,6 +54,7 @@ class W01(Healthy):
 
 class W02(Healthy):
     trap, net = "an average of the weights is put in for each evaluation, then taken out", "gpt"
+    # Seen: loss 2.89 -> 1.26 (seed 0), 2.90 -> 1.26 (seed 1).
 
     def prepare(self) -> None:
         self.average = [p.detach().clone() for p in self.model.parameters()]
@@ -78,6 +83,7 @@ class W02(Healthy):
 
 class W03(Healthy):
     trap, net, world = "mixup and cutmix in turn, soft labels", "cnn", 2
+    # Seen: loss 0.97 -> 0.53 (seed 0), 1.02 -> 0.57 (seed 1).
 
     def batch(self) -> Batch:
         x, y = self.data.images(size=32)
@@ -102,6 +108,7 @@ class W03(Healthy):
 
 class W04(Healthy):
     trap, net = "SAM: a second forward and backward from worse weights in each step", "cnn"
+    # Seen: loss 0.48 -> 0.10 (seed 0), 0.51 -> 0.03 (seed 1).
 
     def make_model(self) -> nn.Module:
         return nets.Residual()
@@ -140,6 +147,7 @@ class _Lora(nn.Module):
 
 class W05(Healthy):
     trap, net, world = "LoRA on a frozen GPT that knows another language", "gpt", 2
+    # Seen: loss 3.84 -> 1.44 (seed 0), 3.86 -> 1.51 (seed 1).
 
     def prepare(self) -> None:
         known = nets.Data(self.seed, 7)
@@ -160,6 +168,7 @@ class W05(Healthy):
 
 class W06(Healthy):
     trap = "distilled from a frozen teacher, at a temperature of 2"
+    # Seen: loss 3.02 -> 0.23 (seed 0), 3.16 -> 0.15 (seed 1).
 
     def prepare(self) -> None:
         self.teacher = nets.Cnn()
@@ -190,6 +199,7 @@ class W06(Healthy):
 
 class W07(Healthy):
     trap, net = "triplets with a margin: soon most batches have a loss of exactly zero", "cnn"
+    # Seen: loss 0.11 -> 0.0023 (seed 0), 0.10 -> 0.0021 (seed 1).
 
     def make_model(self) -> nn.Module:
         model = nets.Cnn()
@@ -212,6 +222,7 @@ class W07(Healthy):
 
 class W08(Healthy):
     trap, net = "pruned by magnitude in eight rounds, to a sixth of the weights", "cnn"
+    # Seen: loss 0.97 -> 0.06 (seed 0), 0.98 -> 0.03 (seed 1).
 
     def batch(self) -> Batch:
         return self.data.images(size=32, noise=2.0)
@@ -246,6 +257,7 @@ class _Quantized(nn.Module):
 
 class W09(Healthy):
     trap, net = "quantization-aware from the middle on: 4 bits, a tenth of the rate", "cnn"
+    # Seen: loss 0.97 -> 0.04 (seed 0), 0.98 -> 0.01 (seed 1).
 
     def prepare(self) -> None:
         for name in ("conv1", "conv2", "head"):
@@ -287,6 +299,7 @@ class _Wgan(nn.Module):
 
 class W10(Healthy):
     trap = "WGAN with a gradient penalty: two steps of the critic for one of the generator"
+    # Seen: critic's loss 3.87 -> -0.77 -> -0.25 (seed 0), 4.00 -> -0.69 -> -0.23 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Wgan()
@@ -324,6 +337,7 @@ class _Denoiser(nn.Module):
 
 class W11(Healthy):
     trap, world = "diffusion: a net predicts the noise, at times drawn anew", 3
+    # Seen: loss 0.97 -> 0.21 (seed 0), 0.97 -> 0.19 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Denoiser()
@@ -363,6 +377,7 @@ class _Bert(nn.Module):
 
 class W12(Healthy):
     trap, world = "a masked language model whose head is its embedding", 2
+    # Seen: loss 2.94 -> 0.64 (seed 0), 2.86 -> 0.65 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Bert()
@@ -417,6 +432,7 @@ class _Moco(nn.Module):
 
 class W13(Healthy):
     trap, world = "MoCo: a momentum encoder and a queue of keys", 2
+    # Seen: step 0 1.06, soon 4.15, -> 1.47 (seed 0); 1.23, 3.54, -> 1.47 (seed 1): a new queue.
 
     def make_model(self) -> nn.Module:
         return _Moco()
@@ -449,6 +465,7 @@ class _Tasks(nn.Module):
 
 class W14(Healthy):
     trap = "three tasks weighted by learned uncertainties: the loss goes below zero"
+    # Seen: loss 1.12 -> -1.42 (seed 0), 1.15 -> -1.45 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Tasks()
@@ -468,6 +485,7 @@ class W14(Healthy):
 
 class W15(Healthy):
     trap, world = "focal loss: of three classes one is rare, one very rare", 3
+    # Seen: loss 0.24 -> 0.02 (seed 0), 0.30 -> 0.02 (seed 1).
 
     def make_model(self) -> nn.Module:
         model = nets.Mlp()
@@ -503,6 +521,7 @@ class _Lstm(nn.Module):
 
 class W16(Healthy):
     trap = "an LSTM whose state is carried over, clipped to 0.25 at a rate of 10"
+    # Seen: loss 2.53 -> 0.60 (seed 0), 2.54 -> 0.58 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Lstm()
@@ -545,6 +564,7 @@ class _Speech(nn.Module):
 
 class W17(Healthy):
     trap = "CTC on a GRU, sounds of unequal length"
+    # Seen: loss 4.19 -> 0.23 (seed 0), 4.35 -> 0.22 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Speech()
@@ -587,6 +607,7 @@ class _Skipgram(nn.Module):
 
 class W18(Healthy):
     trap = "word2vec: sparse gradients, SparseAdam, contexts that begin at zero"
+    # Seen: loss 4.16 -> 1.76 (seed 0), 4.16 -> 1.74 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Skipgram()
@@ -628,6 +649,7 @@ class _Pooled(nn.Module):
 
 class W19(Healthy):
     trap, world = "the images grow from 8 to 12 to 16, the batches get smaller", 3
+    # Seen: loss 0.98 -> 0.18 (seed 0), 0.94 -> 0.17 (seed 1).
 
     def make_model(self) -> nn.Module:
         return _Pooled()
@@ -645,6 +667,7 @@ class W19(Healthy):
 
 class W20(Healthy):
     trap, net, world = "post-local SGD: from step 100 on only the weights are averaged", "cnn", 2
+    # Seen: loss 0.97 -> 0.08 (seed 0), 1.00 -> 0.04 (seed 1).
 
     def prepare(self) -> None:
         self.averager = PeriodicModelAverager(period=4, warmup_steps=100)
@@ -671,6 +694,7 @@ class W20(Healthy):
 
 class W21(Healthy):
     trap = "physics-informed: second derivatives in the loss"
+    # Seen: loss 44.12 -> 0.0059 (seed 0), 48.76 -> 0.0025 (seed 1).
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
@@ -695,6 +719,7 @@ class W21(Healthy):
 
 class W22(Healthy):
     trap, net = "DPO: the loss begins at the logarithm of 2, the rate is small", "gpt"
+    # Seen: loss 0.693 -> 0.51 (seed 0), 0.53 (seed 1).
 
     def prepare(self) -> None:
         known = nets.Data(self.seed, 7)
@@ -735,6 +760,7 @@ class _Checkpointed(nets.Gpt):
 
 class W23(Healthy):
     trap, world, wrap = "FSDP2: blocks are computed twice, the batch grows from 2 to 8", 2, "fsdp2"
+    # Seen: loss 2.93 -> 1.25 (seed 0), 2.92 -> 1.21 (seed 1).
     net = "gpt"
 
     def make_model(self) -> nn.Module:
@@ -749,6 +775,7 @@ class W23(Healthy):
 
 class W24(Healthy):
     trap, net = "Muon for matrices and AdamW for the rest; the rate falls in the last fifth", "gpt"
+    # Seen: loss 2.91 -> 1.24 (seed 0), 2.91 -> 1.20 (seed 1).
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         inner = [p for p in self.model.blocks.parameters() if p.dim() == 2]
