@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.habits import HABITS
+from benchmarks.detection.habits_blind import HABITS_BLIND
 from benchmarks.detection.healthy import HEALTHY
 from benchmarks.detection.jobs import JOBS, PLANTED, QUIET
 from benchmarks.detection.report import page
@@ -153,7 +154,7 @@ def test_each_of_the_later_sets_has_a_table_of_its_own_too(
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:
-    groups = (FAULTS, UNLISTED, SHARDED, HEALTHY, BREADTH, HABITS, ZOO)
+    groups = (FAULTS, UNLISTED, SHARDED, HEALTHY, BREADTH, HABITS, HABITS_BLIND, ZOO)
     assert len(JOBS) == sum(map(len, groups)) == len(PLANTED) + len(QUIET)
     assert all(kind.__name__ == name for name, kind in JOBS.items())
 

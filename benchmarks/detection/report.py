@@ -10,6 +10,7 @@ from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.fresh import FRESH
 from benchmarks.detection.habits import HABITS
+from benchmarks.detection.habits_blind import HABITS_BLIND
 from benchmarks.detection.healthy import HEALTHY, Healthy
 from benchmarks.detection.jobs import APART, PLANTED
 from benchmarks.detection.results import Key, Result
@@ -259,6 +260,7 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
     for heading, kinds in (
         ("in other ways to train", BREADTH),
         ("in other habits", HABITS),
+        ("written without the rules", HABITS_BLIND),
         ("of real architectures", ZOO),
     ):
         some = [o for o in apart if o.job in kinds]

@@ -143,10 +143,9 @@ class Completeness:
                 texts.setdefault((share.attempt, text), []).append(share)
         said = []
         for (attempt, text), shares in texts.items():
-            if len(shares) > 1:
-                text = text.replace(_HOW_IT_ENDED, "how each ended")
             where = f"attempt {attempt}, " if several else ""
-            said.append(f"{where}{ranks_text(s.rank for s in shares)}{text}")
+            lacks = text.replace(_HOW_IT_ENDED, "how each ended") if len(shares) > 1 else text
+            said.append(f"{where}{ranks_text(s.rank for s in shares)}{lacks}")
         if self.unsampled and not said:
             said.append(
                 "the run took no sampled step: it ended before the first one, or its loop trains "

@@ -84,7 +84,7 @@ def test_an_activation_before_a_loss_that_has_its_own_is_seen(
     pair: tuple[str, str], dtype: torch.dtype
 ) -> None:
     for classes in (2, 3, 10, 200):
-        for scale in (1.0, 3.0) if dtype == torch.bfloat16 else (0.02, 1.0, 3.0):
+        for scale in (1.0, 3.0) if dtype == torch.bfloat16 else (0.1, 1.0, 3.0):
             outputs, labels = drawn(scale, 64, classes, dtype=dtype, hot=pair[1] == "classes")
             told = number(outputs, MISTAKES[pair], labels)
             assert told == EXTRA_ACTIVATIONS.index(pair) + 1, (classes, scale)
@@ -151,6 +151,39 @@ def test_of_other_losses_nothing_is_told(name: str) -> None:
             told = number(outputs, RIGHT[name], labels)
             assert told is not None
             assert told == 0 or math.isnan(told)
+
+
+# Of outputs that lie close together any of these has the slope of a form somewhere.
+SMOOTH: dict[str, Loss] = {
+    "squares": lambda y, wanted: (y - wanted).square().mean(),
+    "Huber": lambda y, wanted: functional.huber_loss(y, wanted, delta=0.3),
+    "softplus": lambda y, wanted: functional.softplus(y - wanted).mean(),
+    "hinge": lambda y, wanted: (1 - y * (2 * wanted - 1)).relu().mean(),
+}
+
+
+@pytest.mark.parametrize("rows", [2, 4, 64])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_no_smooth_loss_of_outputs_that_lie_close_is_taken_for_one_behind_an_activation(
+    name: str, rows: int
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sides = torch.rand(rows, 1, generator=draw) < 0.4
+    for place in torch.arange(-2.0, 2.1, 0.2):
+        for wanted in (torch.zeros(rows, 1), 2 * torch.ones(rows, 1), 2.0 * sides):
+            outputs = place + 0.03 * torch.randn(rows, 1, generator=draw)
+            told = number(outputs, SMOOTH[name], wanted)
+            assert told is not None
+            assert told == 0 or math.isnan(told), (place, wanted)
+
+
+def test_a_mistake_is_not_told_by_labels_of_one_side() -> None:
+    outputs, labels = drawn(2.0, 64, 1, hot=False)
+    for pair, loss in MISTAKES.items():
+        if pair[1] == "binary":
+            told = number(outputs, loss, labels | True)
+            assert told is not None
+            assert math.isnan(told)
 
 
 def test_rows_that_have_no_label_are_passed_over() -> None:
