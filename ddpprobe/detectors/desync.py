@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.rank_scalars import (
     are_one,
+    is_held_back,
     is_local_sgd,
     is_unwrapped,
     norm_used_by_all,
@@ -203,9 +204,11 @@ def _message(record: StepRecord, splits: list[_Split], level: str) -> str:
     else:
         text = f"{_sides(first)} each hold {what}; no majority, any may be wrong"
     if level == "warn":
+        why = "" if is_held_back(record) else "DDP lost its hooks, or "
         return (
-            f"{text}: the gradients of this step were not reduced (no_sync up to the optimizer), "
-            "so replicas part until something averages them; if this is no local SGD, it is a fault"
+            f"{text}: the gradients of this step were not reduced ({why}no_sync up to the "
+            "optimizer), so replicas part until something averages them; if this is no local SGD, "
+            "it is a fault"
         )
     cure = f"resume from a checkpoint; look for what only one rank does{_unlike_rates(record)}"
     if first.shard == UNWRAPPED:

@@ -69,4 +69,9 @@ def is_local_sgd(record: StepRecord) -> bool:
 
 def is_unwrapped(record: StepRecord) -> bool:
     """Whether nothing is known that could reduce the gradients."""
-    return any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values())
+    return any(said.get(UNREDUCED) == 2 for said in record.scalars.values())
+
+
+def is_held_back(record: StepRecord) -> bool:
+    """Whether the script kept gradients from being reduced: `no_sync` up to the optimizer."""
+    return any(said.get(UNREDUCED) == 3 for said in record.scalars.values())

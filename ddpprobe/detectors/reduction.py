@@ -13,6 +13,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
 from ddpprobe.detectors.rank_scalars import (
     SAME,
+    is_held_back,
     is_local_sgd,
     is_unwrapped,
     largest,
@@ -35,9 +36,10 @@ class Reduction(SampledDetector):
 
     They are not if each rank's norm after the reduction is its own local one, and the ranks'
     differ, unless the optimizers of all ranks got gradients of one norm: a script reduced them.
-    That pages where a reduction took place, and changed nothing. Where none took place (`no_sync`
-    up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience` sampled steps
-    in a row if as many before had all been reduced: local SGD begins otherwise.
+    That pages where a reduction took place, and changed nothing. Where none took place (hooks that
+    DDP lost) it warns, and pages after `patience` sampled steps in a row if as many before had all
+    been reduced. Of `no_sync` up to the optimizer nothing is said: `desync` says what it does, and
+    local SGD is meant to.
     It warns, with the module, where that of single parameters is larger than a mean can be and
     that of all others together is not: they got another one's gradient.
     It warns where all gradients, sharded ones too, are another multiple of the mean of the ranks'
@@ -84,7 +86,8 @@ class Reduction(SampledDetector):
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         kept = largest(record, KEPT) > 0  # then it is the sum of several steps
-        if record.skipped or record.missing or kept or is_local_sgd(record):
+        meant = is_local_sgd(record) or is_held_back(record)
+        if record.skipped or record.missing or kept or meant:
             return []
         norms = _norms(record)
         if norms and self._is_reduced_by_hand(record, norms):
@@ -228,8 +231,8 @@ def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:
     norms = scalars(record, "grad_norm")
     none_took_place = bool(scalars(record, UNREDUCED))
     why = (
-        "no reduction took place (no wrapper around the model, no_sync up to the optimizer, or DDP "
-        "lost its hooks: a model that was moved or cast after the wrap)"
+        "no reduction took place (no wrapper around the model, or DDP lost its hooks: a model that "
+        "was moved or cast after the wrap)"
         if none_took_place
         else "a reduction took place and changed nothing (a communication hook, a process group)"
     )

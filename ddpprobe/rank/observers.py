@@ -86,6 +86,7 @@ class Observers:
         )
         self.unregistered = Unregistered(topology)
         self.gradients_read = False
+        self._held_back = False  # the last backward was one in `no_sync`
         self.capturing = capturing
         after_call = capturing.meet(topology, clock, self.compiled, self.rows)
         if near:
@@ -116,7 +117,7 @@ class Observers:
             self.rows.begin()
             self.eager.begin()
             self.kept.begin()
-            self.gradients_read = self.eager.arrived = False
+            self.gradients_read = self._held_back = self.eager.arrived = False
         self.capturing.begin(self._clock.step, sampled=sampled)
         self.state.begin(sampled=sampled)
         return sampled
@@ -126,7 +127,9 @@ class Observers:
         """What the scalar of this name is of the step under way; 0: it has none."""
         if self.topology.world_size == 1:
             return 0.0
-        return 2.0 if self._nobody_reduces else float(not self.gradients_read)
+        if self._nobody_reduces:
+            return 2.0
+        return 0.0 if self.gradients_read else 3.0 if self._held_back else 1.0
 
     def compared(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (FQN, shard, tensor) of the parameters that are held against other ranks'."""
@@ -140,12 +143,14 @@ class Observers:
             if plain and topology.replica_shard(parameter) is None:
                 yield fqn, UNWRAPPED, parameter
 
-    def has_gradients(self) -> bool:
-        """Whether `.grad` is, at the end of a backward, what that has made, and reduced."""
+    def backward_ended(self) -> None:
+        """Read the gradients if they are what this backward has made, and reduced."""
         topology = self.topology
-        return topology.gradients_are_reduced() and not graph.returns_gradients(
-            parameter for _, parameter in topology.leaves()
-        )
+        reduced = topology.gradients_are_reduced()
+        self._held_back = not reduced and topology.engine is None
+        if reduced and not graph.returns_gradients(p for _, p in topology.leaves()):
+            self.read_gradients(scaled=True)
+            self.gradients_read = True
 
     def read_gradients(self, of: Collection[int] | None = None, *, scaled: bool) -> None:
         """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet.

@@ -266,9 +266,7 @@ class Recorder:
         if self._sampling:
             observers.weights.remember()
             self._add_loss_scale(observers)
-            if observers.has_gradients():
-                observers.read_gradients(scaled=True)
-                observers.gradients_read = True
+            observers.backward_ended()
 
     def gradients_ready(self, optimizer: Optimizer, *, by_engine: bool = False) -> None:
         """Read what the optimizer will use; what an engine has reduced it has not clipped yet."""

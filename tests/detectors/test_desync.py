@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -157,6 +158,18 @@ def test_replicas_that_part_without_a_reduction_warn_and_page_if_it_lasts() -> N
     assert (page.level, page.step) == ("page", 13)
     (page,) = run(split(9, (0, 1), (2, 3)), *apart)  # known, and worse
     assert (page.level, page.step) == ("page", 9)
+
+
+@pytest.mark.parametrize(("told", "lost"), [(1.0, True), (3.0, False)])
+def test_whether_ddp_lost_its_hooks_is_said_where_no_sync_does_not_explain_it(
+    told: float, lost: bool
+) -> None:
+    said = {rank: {UNREDUCED: told} for rank in range(4)}
+    apart = replace(split(10, (0, 1), (2, 3)), scalars=said)
+    (warning,) = run(apart)
+    assert warning.level == "warn"
+    assert ("DDP lost its hooks, or no_sync up to" in warning.message) == lost
+    assert "no_sync up to the optimizer" in warning.message
 
 
 def test_it_fires_again_after_a_hundred_quiet_steps_and_after_a_restart() -> None:

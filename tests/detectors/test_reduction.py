@@ -16,15 +16,15 @@ from tests.made_reduction import Gradient, but_the_last, mean, scaled
 from tests.made_reduction import step as step_of
 
 
-def step(number: int, *, reduced: bool, told: bool = False, **changes: object) -> StepRecord:
-    """A step of three ranks; `told`: no reduction took place at all."""
+def step(number: int, *, reduced: bool, told: float = 0.0, **changes: object) -> StepRecord:
+    """A step of three ranks; `told`: no reduction took place at all, and how it is known."""
     local = np.random.default_rng(number).random(3) + 0.5
     scalars = {}
     for rank in range(3):
         norm = 0.6 if reduced else local[rank]
         scalars[rank] = {"grad_norm_local": local[rank], "grad_norm": norm, "micro_batches": 1.0}
         if told:
-            scalars[rank][UNREDUCED] = 1.0
+            scalars[rank][UNREDUCED] = float(told)
     return record(number, scalars, **changes)
 
 
@@ -83,7 +83,12 @@ def test_a_clipped_norm_does_not_hide_that_a_wrapped_model_is_not_reduced() -> N
     assert (page.level, page.step) == ("page", 53)
 
 
-def test_local_sgd_is_warned_of_and_never_pages() -> None:
+def test_of_gradients_that_the_script_holds_back_nothing_is_said() -> None:
+    held = [step(s, reduced=s < 50, told=3.0 * (s >= 50)) for s in range(100)]
+    assert run(Reduction(), held) == []
+
+
+def test_steps_without_a_reduction_from_the_start_are_warned_of_and_never_page() -> None:
     apart = [step(s, reduced=False, told=True) for s in range(400)]
     assert {a.level for a in run(Reduction(), apart)} == {"warn"}
     in_turn = [step(s, reduced=s % 50 == 0, told=s % 50 != 0) for s in range(400)]
