@@ -23,9 +23,9 @@ NUMBERS, CLASSES = 1 << 13, 1 << 10
 # float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses: the
 # loss without an activation must leave a hundred times more, and more than rounding may.
 FITS, TIMES, LEAST = 1e-3, 100.0, 1e-8
-# And so must a straight line over the outputs for each label, which every smooth loss comes near
-# where the outputs are near one another: at some of them its slope is that of a form by chance.
-FEWEST = 3  # numbers with either label: a line goes through two
+# Numbers that are pulled up, and down. Where all are pulled one way and lie close together, any
+# smooth loss has the slope of a form somewhere; and few numbers fit by chance.
+FEWEST = 3
 # By pair what is left unexplained after its activation, and by its rival.
 Found = dict[tuple[str, str], tuple[Tensor, Tensor]]
 _TINY = 1e-6  # derivatives below it cannot be divided by
@@ -50,34 +50,19 @@ def add_extra_activation(outputs: Tensor, gradient: Tensor, rows: StepRows) -> N
         outputs, g = outputs[:some], g[:some]
         g = g / g.abs().max()  # so that the squares of small ones are not zero
         s, cut = outputs.sigmoid(), _is_cut(outputs, g)
-        found = _beside_lines(_of_numbers(outputs, g, s, cut), outputs, g, (g < 0).float())
+        found = _of_numbers(outputs, g, s, cut)
         if classes > 1:
-            found |= _beside_lines(_of_classes(outputs, g, s, cut), outputs, g, _label(g))
+            found |= _of_classes(outputs, g, s, cut)
         fits = {pair: rest <= FITS for pair, (rest, _) in found.items()}
+        known = torch.minimum((g < 0).sum(), (g > 0).sum()) >= FEWEST
         places = [
-            torch.where(fits[pair] & _is_apart(*found[pair]), place, 0)
+            torch.where(fits[pair] & known & _is_apart(*found[pair]), place, 0)
             for place, pair in enumerate(EXTRA_ACTIVATIONS, 1)
             if pair in found
         ]
         place = torch.stack(places).amax()
         undecided = torch.where(torch.stack([*fits.values()]).any(), torch.nan, 0.0)
         rows.add_scalar(EXTRA_ACTIVATION, torch.where(place > 0, place, undecided).double())
-
-
-def _beside_lines(found: Found, outputs: Tensor, g: Tensor, y: Tensor) -> Found:
-    """Return the same with the lines for a rival, too, where that is the better one.
-
-    A ReLU is known by what it cuts off, of which a line says nothing. `y`: 1 where a number is to
-    be larger; nothing is apart from its rival if one of the labels has too few of them.
-    """
-    seen = g != 0
-    larger, others = y * seen, (1 - y) * seen
-    enough = torch.minimum(larger.sum(), others.sum()) >= FEWEST
-    lines = _rest_of_line(outputs, g, larger) + _rest_of_line(outputs, g, others)
-    return {
-        pair: (rest, enough * (rival if pair[0] == "ReLU" else torch.minimum(rival, lines)))
-        for pair, (rest, rival) in found.items()
-    }
 
 
 def _is_apart(rest: Tensor, rival: Tensor) -> Tensor:
@@ -159,12 +144,3 @@ def _rest_by_label(g: Tensor, form: Tensor, y: Tensor) -> Tensor:
         for of in (y, 1 - y)
     ]
     return (rests[0] + rests[1]) / g.square().sum()
-
-
-def _rest_of_line(outputs: Tensor, g: Tensor, of: Tensor) -> Tensor:
-    """Return what a line over some of the outputs leaves of their gradient, as a share of all."""
-    n = of.sum().clamp(min=1)
-    u = of * (outputs - (of * outputs).sum() / n)
-    v = of * (g - (of * g).sum() / n)
-    slope = (u * v).sum() / u.square().sum().clamp(min=torch.finfo(u.dtype).tiny)
-    return (v - slope * u).square().sum() / g.square().sum()
