@@ -23,9 +23,6 @@ NUMBERS, CLASSES = 1 << 13, 1 << 10
 # float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses: the
 # loss without an activation must leave a hundred times more, and more than rounding may.
 FITS, TIMES, LEAST = 1e-3, 100.0, 1e-8
-# Numbers that are pulled up, and down. Where all are pulled one way and lie close together, any
-# smooth loss has the slope of a form somewhere; and few numbers fit by chance.
-FEWEST = 3
 # By pair what is left unexplained after its activation, and by its rival.
 Found = dict[tuple[str, str], tuple[Tensor, Tensor]]
 _TINY = 1e-6  # derivatives below it cannot be divided by
@@ -54,7 +51,9 @@ def add_extra_activation(outputs: Tensor, gradient: Tensor, rows: StepRows) -> N
         if classes > 1:
             found |= _of_classes(outputs, g, s, cut)
         fits = {pair: rest <= FITS for pair, (rest, _) in found.items()}
-        known = torch.minimum((g < 0).sum(), (g > 0).sum()) >= FEWEST
+        # Where all are pulled one way and lie close together, any smooth loss has the slope of a
+        # form somewhere.
+        known = (g < 0).any() & (g > 0).any()
         places = [
             torch.where(fits[pair] & known & _is_apart(*found[pair]), place, 0)
             for place, pair in enumerate(EXTRA_ACTIVATIONS, 1)
