@@ -11,6 +11,7 @@ from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.fresh import FRESH
 from benchmarks.detection.habits import HABITS
 from benchmarks.detection.habits_blind import HABITS_BLIND
+from benchmarks.detection.habits_blind_two import HABITS_BLIND_TWO
 from benchmarks.detection.healthy import HEALTHY, Healthy
 from benchmarks.detection.jobs import APART, PLANTED
 from benchmarks.detection.results import Key, Result
@@ -176,6 +177,12 @@ is a way that people train, and that a watcher may take for a fault. When they w
 LSTM that spikes (W16). The first two were mended since.
 """
 
+_BLIND_TWO = """16 more by another one who had not read them, after that. When they were run first
+(seeds 0 and 1, both intervals) none of 64 runs had a page, and 4 a warning: GRPO, whose loss
+begins at zero and only grows (W27), and windows of a growing series, which share their extremes
+(W35). Both were mended since.
+"""
+
 # What stands in a table of its own, the newest first, and what is said above it.
 _APART = (
     (SET_L, _SET_L),
@@ -268,6 +275,7 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("in other ways to train", BREADTH, ""),
         ("in other habits", HABITS, ""),
         ("written without the rules", HABITS_BLIND, _BLIND),
+        ("written without the rules, once more", HABITS_BLIND_TWO, _BLIND_TWO),
         ("of real architectures", ZOO, _ZOO),
     ):
         some = [o for o in apart if o.job in kinds]

@@ -27,6 +27,7 @@ from ddpprobe.records.step import (
 REMEMBERED = 64  # looks
 _NAMES = (INPUT_RMS, INPUT_MEAN, INPUT_MIN, INPUT_MAX, INPUT_ZEROS, INPUT_ELEMENTS)
 _RMS, _ZEROS, _SIZE = map(_NAMES.index, (INPUT_RMS, INPUT_ZEROS, INPUT_ELEMENTS))
+_EXTREMES = slice(_NAMES.index(INPUT_MIN), _NAMES.index(INPUT_MAX) + 1)
 _IN_WORDS = ("rms", "mean", "smallest number", "largest number", "share of zeros")
 # What the looks before lie apart by, at least: as a share of their rms, and of all numbers. An
 # image whose largest number is always 1 has been seen at few of its numbers.
@@ -51,7 +52,8 @@ class InputShift(SampledDetector):
     these numbers of a rank lies beyond all that it was before, further than those lie apart, and
     its batches have as many elements as they had. What drifts, as states that a policy meets, goes
     through what lies between, and is not told. A batch that is read again, as where several steps
-    are taken on each, is no other look.
+    are taken on each, is no other look. Extremes that vary, and are at most looks those of the look
+    before, are not judged: windows of a series that overlap share theirs.
 
     Args:
         looks: sampled steps, each with another batch, at which it is so.
@@ -142,6 +144,8 @@ class InputShift(SampledDetector):
         ratio = np.maximum(below, above) / np.where(apart > 0, apart, np.inf)
         ratio[:, _SIZE] = 0.0
         ratio[~same.all(0)] = 0.0
+        turns = np.count_nonzero(np.diff(before[..., _EXTREMES], axis=0), axis=0)
+        ratio[:, _EXTREMES][(turns > 0) & (turns < len(before) / 2)] = 0.0
         found = np.flatnonzero((ratio > self._times).any(1))
         if not len(found):
             return None

@@ -13,6 +13,7 @@ from ddpprobe.records.step import Anomaly, StepRecord
 
 SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
 FIRST_LOSSES = 5  # that what comes after them is compared with
+ZERO = 1e-3  # of the largest of these; a loss that begins below it begins at zero, but for rounding
 
 
 class LossRunaway(LossDetector):
@@ -21,8 +22,9 @@ class LossRunaway(LossDetector):
     What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up. The
     last of these is a page: a warning of weights, outputs or gradients that grew at once came at
     the same time, so no harder data are behind it, and every further step is lost.
-    A loss that has been zero or negative has no ratio and is not judged, and one that is still a
-    small part of the first losses is not lost. Where all outputs together have more elements than
+    A loss that has been zero or negative, or begins at zero (a distance from where it began, as in
+    GRPO), has no ratio and is not judged, and one that is still a small part of the first losses is
+    not lost. Where all outputs together have more elements than
     then (a longer sequence, whose loss is a sum), it must be above by so many times more. It is
     told again when a new best was reached. What began at less than so many times its best, as the
     loss of a small vocabulary, is lost where it is back at the first losses for longer. Once in an
@@ -90,6 +92,9 @@ class LossRunaway(LossDetector):
         if len(self._firsts) < FIRST_LOSSES:
             self._firsts.append((step, loss))
             self._first_elements = self._elements.mean
+            self._loss.over |= self._firsts[0][1] < ZERO * loss
+        if self._loss.over:
+            return None
         ran_away = self._ran_away(record, step, self._mean.add(loss, step))
         return ran_away or self._grew(record, step, loss)
 

@@ -161,3 +161,19 @@ def test_of_batches_that_are_read_again_each_is_one_look(times: int) -> None:
     ]
     (warn,) = run(InputShift(), changed)
     assert (warn.step, warn.values["since"]) == (42 * times, 40 * times)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_extremes_that_windows_of_series_share_are_one_look(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    level = np.exp(np.arange(330) / 72 + 0.02 * rng.standard_normal((64, 330)).cumsum(1))
+    season = np.sin(2 * np.pi * (np.arange(330) / 12 + rng.random((64, 1))))
+    series = level * (3 + season + 0.3 * rng.standard_normal((64, 330)))
+    windows = [series[:, step : step + 24] for step in range(300)]
+    assert run(InputShift(), [record(s, {0: numbers(x)}) for s, x in enumerate(windows)]) == []
+
+
+def test_an_extreme_that_has_always_been_the_same_is_known() -> None:
+    images = [drawn(step).clip(-1, 1) * (1 if step < 200 else 0.5) for step in range(300)]
+    (warn,) = run(InputShift(), [record(s, {0: numbers(x)}) for s, x in enumerate(images)])
+    assert warn.step == 202

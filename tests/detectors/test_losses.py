@@ -37,6 +37,13 @@ def test_a_loss_that_falls_is_left_alone(detector: type[Detector], every: int) -
     assert run(detector(), falling(600, every)) == []
 
 
+def test_a_loss_that_begins_at_zero_but_for_rounding_only_grows() -> None:
+    grown = [1e-8, *(4e-6 * step**1.5 for step in range(1, 300))]  # the KL term of GRPO
+    assert run(LossRunaway(), [step(number, loss) for number, loss in enumerate(grown)]) == []
+    (warn, *_) = run(LossRunaway(), [step(n, loss) for n, loss in enumerate(grown[4:])])
+    assert warn.detector == "loss_runaway"  # it began at a hundredth of that, not at zero
+
+
 def test_a_spike_is_told_at_once_with_its_numbers() -> None:
     stream = [*falling(200), step(200, 6.0, 4.0)]
     (warn,) = run(LossSpike(), stream)
