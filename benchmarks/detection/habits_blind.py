@@ -22,7 +22,7 @@ from benchmarks.detection.healthy import Healthy
 from benchmarks.detection.nets import Batch
 
 
-def _fit(model: nn.Module, batch: Callable[[], Batch], steps: int) -> None:
+def fit(model: nn.Module, batch: Callable[[], Batch], steps: int) -> None:
     """Train a model before the job: what others would download."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -151,7 +151,7 @@ class W05(Healthy):
 
     def prepare(self) -> None:
         known = nets.Data(self.seed, 7)
-        _fit(self.model, known.text, 150)
+        fit(self.model, known.text, 150)
         self.model.requires_grad_(requires_grad=False)
         for block in self.model.blocks:
             for part, names in ((block.attn, ("q", "k", "v", "out")), (block, ("up", "down"))):
@@ -173,7 +173,7 @@ class W06(Healthy):
     def prepare(self) -> None:
         self.teacher = nets.Cnn()
         known = nets.Data(self.seed, 7)
-        _fit(self.teacher, lambda: known.images(noise=2.0), 200)
+        fit(self.teacher, lambda: known.images(noise=2.0), 200)
         self.teacher.eval().requires_grad_(requires_grad=False)
 
     def make_model(self) -> nn.Module:
@@ -723,7 +723,7 @@ class W22(Healthy):
 
     def prepare(self) -> None:
         known = nets.Data(self.seed, 7)
-        _fit(self.model, known.text, 150)
+        fit(self.model, known.text, 150)
         self.reference = copy.deepcopy(self.model).eval().requires_grad_(requires_grad=False)
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from benchmarks.detection import nets
-from benchmarks.detection.habits_blind import _fit
+from benchmarks.detection.habits_blind import fit
 from benchmarks.detection.healthy import Healthy
 from benchmarks.detection.nets import Batch
 
@@ -75,7 +75,7 @@ class W26(Healthy):
     # Seen: loss 0.68 -> 0.54 (seed 0), 0.70 -> 0.60 (seed 1).
 
     def prepare(self) -> None:
-        _fit(self.model, nets.Data(self.seed, 7).text, 150)
+        fit(self.model, nets.Data(self.seed, 7).text, 150)
         self.model.head = nn.Linear(32, 1)
         nn.init.normal_(self.model.head.weight, std=1 / math.sqrt(33))
         nn.init.zeros_(self.model.head.bias)
@@ -114,7 +114,7 @@ class W27(Healthy):
     prompts, group, asked, told = 4, 8, 8, 6
 
     def prepare(self) -> None:
-        _fit(self.model, nets.Data(self.seed, 7).text, 150)
+        fit(self.model, nets.Data(self.seed, 7).text, 150)
         self.reference = copy.deepcopy(self.model).eval().requires_grad_(requires_grad=False)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -585,7 +585,7 @@ class W38(Healthy):
     wrap, steps = "fsdp2", 200
 
     def prepare(self) -> None:
-        _fit(self.model, nets.Data(self.seed, 7).text, 100)
+        fit(self.model, nets.Data(self.seed, 7).text, 100)
 
     def wrap_model(self) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
