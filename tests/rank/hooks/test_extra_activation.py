@@ -162,14 +162,14 @@ SMOOTH: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("rows", [2, 4, 64])
+@pytest.mark.parametrize("rows", [2, 64])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_no_smooth_loss_of_outputs_that_lie_close_is_taken_for_one_behind_an_activation(
     name: str, rows: int
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     sides = torch.arange(rows)[:, None] % 2
-    for place in torch.arange(-2.0, 2.1, 0.2):
+    for place in torch.arange(-1.0, 1.1, 0.25):
         for wanted in (torch.zeros(rows, 1), 2 * torch.ones(rows, 1), 2.0 * sides):
             outputs = place + 0.3 * torch.randn(rows, 1, generator=draw) / rows
             told = number(outputs, SMOOTH[name], wanted)
