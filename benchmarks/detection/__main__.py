@@ -78,7 +78,9 @@ def _run(zygote: Zygote, key: Key, place: Path) -> tuple[list[StepRecord], list[
         shutil.rmtree(directory, ignore_errors=True)  # a daemon may not have ended yet
 
 
-def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None) -> int:
+def sit(
+    results: Results, kept: Path, keys: Sequence[Key], minutes: float | None, code: Fingerprints
+) -> int:
     """Run what has no result; return how many runs failed.
 
     Args:
@@ -86,8 +88,9 @@ def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None
         kept: directory of the records of runs.
         keys: in this order.
         minutes: after which no more are started; None: all are.
+        code: fingerprints of what is run.
     """
-    begun, failed, code, machine = time.monotonic(), 0, Fingerprints(), tables.machine()
+    begun, failed, machine = time.monotonic(), 0, tables.machine()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     switches = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}
     records = Kept(kept, code.of_records)
@@ -103,9 +106,7 @@ def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None
                 failed += 1
                 continue
             fingerprint = code.of_result(key.job)
-            if (
-                Fingerprints().of_result(key.job) != fingerprint
-            ):  # jobs are imported when they begin
+            if Fingerprints().of_result(key.job) != fingerprint:  # jobs are imported as they begin
                 raise SystemExit("the code was changed while it was measured: start again")
             results.add(Result(outcome, spoke, fingerprint, machine, today))
             print(outcome, file=sys.stderr, flush=True)
@@ -127,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = [Key(job, seed, every) for seed in seeds for job in jobs for every in EVERY]
     code = Fingerprints()
     results = Results(asked.results, lambda job: code.of_result(job) if job in JOBS else "")
-    failed = sit(results, asked.results.with_name("records"), keys, minutes)
+    failed = sit(results, asked.results.with_name("records"), keys, minutes, code)
     text, missing = page(results.of(keys), results.missing(keys)), results.missing(keys)
     print(text)
     if results.of_other_code:

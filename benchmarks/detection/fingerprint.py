@@ -18,7 +18,7 @@ import torch
 from benchmarks.detection.jobs import JOBS
 
 _HOME = Path(__file__).parent.parent.parent
-_JOBS = "benchmarks.detection."
+_JOBS = "benchmarks.detection"
 _CARRIES_OUT = "ranks.py"  # it knows the jobs by name only
 _JUDGE = ("reference.py", "rivals.py", "score.py")  # they change what is said of a run, not the run
 _LIBRARIES = "benchmarks/zoo.txt"
@@ -40,16 +40,15 @@ class Fingerprints:
     """
 
     def __init__(self, home: Path = _HOME) -> None:
-        self._home = home
-        self._texts: dict[Path, bytes] = {}
+        self._home, self._jobs = home, home / "benchmarks" / "detection"
         self._of = cache(self._compute)
         probe = home / "ddpprobe"
-        self._probe = sorted(probe.rglob("*.py"))
+        self._probe = [*probe.rglob("*.py")]
         self._recorder = [
             file for file in self._probe if _NO_ROWS.isdisjoint(_within(file.relative_to(probe)))
         ]
-        for file in self._probe:
-            self._text(file)
+        all_of_it = (*self._probe, *self._jobs.glob("*.py"), home / _LIBRARIES)
+        self._texts = {file: file.read_bytes() for file in all_of_it}
 
     def of_result(self, job: str) -> str:
         """Return the fingerprint of all that the result of a job depends on."""
@@ -60,14 +59,12 @@ class Fingerprints:
         return self._of(_source(job), judged=False)
 
     def _compute(self, source: str, *, judged: bool) -> str:
-        jobs = self._home / "benchmarks" / "detection"
-        files = {*self._imported(jobs / source), jobs / _CARRIES_OUT, self._home / _LIBRARIES}
-        files.update(self._probe if judged else self._recorder)
-        if judged:
-            files.update(jobs / name for name in _JUDGE)
+        others = (_CARRIES_OUT, *_JUDGE) if judged else (_CARRIES_OUT,)
+        files = {*self._imported(self._jobs / source), *(self._jobs / name for name in others)}
+        files |= {self._home / _LIBRARIES, *(self._probe if judged else self._recorder)}
         found = hashlib.sha256(torch.__version__.encode())
         for file in sorted(files):
-            found.update(f"{file.relative_to(self._home)}\0".encode() + self._text(file) + b"\0")
+            found.update(f"{file.relative_to(self._home)}\0".encode() + self._texts[file] + b"\0")
         return found.hexdigest()[:16]
 
     def _imported(self, file: Path) -> set[Path]:
@@ -77,28 +74,23 @@ class Fingerprints:
             file = new.pop()
             if file not in found:
                 found.add(file)
-                new += [file.with_name(f"{name}.py") for name in _imports(self._text(file))]
+                new += [file.with_name(f"{name}.py") for name in _imports(self._texts[file])]
         return found
-
-    def _text(self, file: Path) -> bytes:
-        if file not in self._texts:
-            self._texts[file] = file.read_bytes()
-        return self._texts[file]
 
 
 def _source(job: str) -> str:
     """Return the name of the file that a job is written in."""
-    return f"{JOBS[job].__module__.removeprefix(_JOBS)}.py"
+    return f"{JOBS[job].__module__.removeprefix(f'{_JOBS}.')}.py"
 
 
 def _imports(text: bytes) -> Iterator[str]:
     """Yield the modules beside it that a file imports."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == _JOBS.rstrip("."):
+            if node.module == _JOBS:
                 yield from (alias.name for alias in node.names)
-            elif node.module.startswith(_JOBS):
-                yield node.module.removeprefix(_JOBS)
+            elif node.module.startswith(f"{_JOBS}."):
+                yield node.module.removeprefix(f"{_JOBS}.")
 
 
 def _within(path: Path) -> list[str]:

@@ -7,8 +7,10 @@ import math
 from ddpprobe.records.step import (
     CLASS_SEEN,
     DIGEST,
+    HELD_BACK,
     LABEL_BITS,
     LOCAL_SGD,
+    NOTHING_REDUCES,
     UNREDUCED,
     USED_NORM,
     StepRecord,
@@ -69,9 +71,9 @@ def is_local_sgd(record: StepRecord) -> bool:
 
 def is_unwrapped(record: StepRecord) -> bool:
     """Whether nothing is known that could reduce the gradients."""
-    return any(said.get(UNREDUCED) == 2 for said in record.scalars.values())
+    return any(said.get(UNREDUCED) == NOTHING_REDUCES for said in record.scalars.values())
 
 
 def is_held_back(record: StepRecord) -> bool:
     """Whether the script kept gradients from being reduced: `no_sync` up to the optimizer."""
-    return any(said.get(UNREDUCED) == 3 for said in record.scalars.values())
+    return any(said.get(UNREDUCED) == HELD_BACK for said in record.scalars.values())

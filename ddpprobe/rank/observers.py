@@ -30,7 +30,7 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.placement import is_dtensor
 from ddpprobe.rank.torch_private import dynamo, functorch, graph
-from ddpprobe.records.step import UNWRAPPED, FirstBad
+from ddpprobe.records.step import HELD_BACK, NOTHING_REDUCES, UNWRAPPED, FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
 
@@ -128,8 +128,10 @@ class Observers:
         if self.topology.world_size == 1:
             return 0.0
         if self._nobody_reduces:
-            return 2.0
-        return 0.0 if self.gradients_read else 3.0 if self._held_back else 1.0
+            return NOTHING_REDUCES
+        if self.gradients_read:
+            return 0.0
+        return HELD_BACK if self._held_back else 1.0
 
     def compared(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (FQN, shard, tensor) of the parameters that are held against other ranks'."""

@@ -197,7 +197,7 @@ CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were loo
 NOTED = "noted"  # scalar, 1 on the first sampled step after what `probe.note` announced
 # Scalar of a sampled step whose gradients stayed each rank's own: 3 where `no_sync` held them back,
 # 2 where nothing is known that could reduce them (no wrapper; a script may do it by hand), else 1.
-UNREDUCED = "unreduced"
+UNREDUCED, NOTHING_REDUCES, HELD_BACK = "unreduced", 2.0, 3.0
 # Scalar, 1 on a sampled step of a rank that has begun a `join()` of DDP: once ranks have had unlike
 # numbers of batches, a step of one is no longer the step of that number of another.
 JOINED = "joined"
