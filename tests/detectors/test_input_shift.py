@@ -75,7 +75,7 @@ def test_other_numbers_are_told_at_the_third_look(name: str, every: int) -> None
 
 def test_what_has_moved_furthest_is_named() -> None:
     (warn,) = run(InputShift(), stream(lambda x: x * (np.arange(32) < 16)))
-    assert "share of zeros is 0.5, and lay between 0 and 0 before" in warn.message
+    assert "share of zeros is 0.5, and was 0 before" in warn.message
     (warn,) = run(InputShift(), stream(lambda x: x - 9))
     assert "their rms is 9.0" in warn.message  # it lies between 0.9 and 1.1 otherwise
 
@@ -177,3 +177,11 @@ def test_an_extreme_that_has_always_been_the_same_is_known() -> None:
     images = [drawn(step).clip(-1, 1) * (1 if step < 200 else 0.5) for step in range(300)]
     (warn,) = run(InputShift(), [record(s, {0: numbers(x)}) for s, x in enumerate(images)])
     assert warn.step == 202
+
+
+@pytest.mark.parametrize(("looks", "told"), [(13, False), (63, False), (64, True)])
+def test_an_extreme_that_never_varied_is_judged_after_many_looks(looks: int, told: bool) -> None:
+    steady = numbers(np.linspace(-1.0, 1.0, 64))
+    lower = steady | {INPUT_MAX: 0.9}  # as where the largest of 16 tokens is in none of 64
+    steps = [record(s, {0: steady if s < looks else lower}) for s in range(looks + 3)]
+    assert bool(run(InputShift(), steps)) is told
