@@ -22,8 +22,11 @@ demo-fsdp: .venv/run.stamp       # the same under FSDP2
 IN_MEMORY := /dev/shm/ddpprobe-tests-$(shell echo $(CURDIR) | cksum | cut -d' ' -f1)
 HAS_ROOM := $(shell df --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 6000000')
 
-test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+# Its tests wait for daemons and clocks half of the time. A worker takes 1 GB at most.
+WORKERS ?= $(shell nproc | awk '{n = 2 * $$1; print (n < 4 ? 4 : n > 16 ? 16 : n)}')
+
+test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus [WORKERS=4]
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(if $(HAS_ROOM),--basetemp=$(IN_MEMORY) && rm -rf $(IN_MEMORY))
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
