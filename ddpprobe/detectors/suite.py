@@ -18,6 +18,7 @@ from ddpprobe.detectors.cross_entropy import CrossEntropy
 from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
+from ddpprobe.detectors.environment import Environment
 from ddpprobe.detectors.frozen_param import FrozenParam
 from ddpprobe.detectors.grad_altered import GradAltered
 from ddpprobe.detectors.grad_dropped import GradDropped
@@ -175,6 +176,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LevelShift,
     RankOutlier,
     Router,
+    Environment,
     SameData,
     StuckData,
     InputShift,

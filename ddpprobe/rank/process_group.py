@@ -23,6 +23,11 @@ def leads() -> bool:
     return not exists() or dist.get_rank() == 0
 
 
+def backend() -> str:
+    """Name of the process group's backend, "" without one."""
+    return str(dist.get_backend()) if exists() else ""
+
+
 def job() -> tuple[int, int, rendezvous.Store]:
     """Return this process's rank, the number of ranks, and a store that all of them see."""
     if not exists():

@@ -77,7 +77,7 @@ class Recorder:
         self.capturing = capturing
         self._options = options
         self._heartbeat = heartbeat
-        self._after_step = joined.after_step
+        self._after_step, self._unlike = joined.after_step, joined.unlike
         self._clock_fuse = QuietFuse("steps", on_blow=self._blown, stopwatch=stopwatch)
         self._order_handler = order_handler
         self._clock = StepClock(
@@ -480,7 +480,8 @@ class Recorder:
         facts["micro_batches"] = float(self._clock.micro + 1 - self._clock.lent)
         if self._noted:
             self._noted, facts[NOTED] = False, 1.0
-        return facts
+        self._unlike, unlike = {}, self._unlike
+        return facts | unlike
 
     def _blown(self) -> None:
         """A fuse has blown: leave the model clean, and say so in the journal."""

@@ -149,7 +149,8 @@ class Run(RunNumbers):
         for each `attempt`, `steps`, `began`, `reached`, `pace`, `overhead`, `sites`,
         `first_death`, `sealed`, `unsealed` (nodes), `command` (`words`, `directory`, `commit`,
         `changed`: what was typed to start it, by `records.events.CommandEvent`; None if no daemon
-        saw it alive),
+        saw it alive), `environment` (what its lowest rank runs on: name -> value), `unlike` (in
+        what ranks differ: `name`, `values`: `value` and `ranks`, those of most ranks first),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),

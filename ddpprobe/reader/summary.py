@@ -20,6 +20,7 @@ from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.order_history import orders_of
 from ddpprobe.reader.rank_facts import Event, RankFacts
 from ddpprobe.reader.under_way import has_daemon
+from ddpprobe.records.environment import of_metas
 from ddpprobe.records.events import (
     BudgetEvent,
     ClosedEvent,
@@ -152,6 +153,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
         "first_death": asdict(deaths[0]) if deaths and deaths[0].first else None,
         **_notes(events),
         "command": _command(events),
+        **_environment(facts),
         "detectors": recorded(merged_reader.rank_meta(attempt).get("detectors")),
         "sealed": bool(sealed) and not unsealed,
         "unsealed": unsealed,
@@ -174,6 +176,18 @@ def _command(events: list[Event]) -> dict[str, Any] | None:
     said = (e.what for e in events if isinstance(e.what, CommandEvent))
     first = next(said, None)
     return None if first is None else asdict(first)
+
+
+def _environment(facts: list[RankFacts]) -> dict[str, Any]:
+    """Return what the lowest rank runs on, and in what ranks differ, with the ranks of each."""
+    environments, found = of_metas(f.meta for f in facts)
+    return {
+        "environment": environments[min(environments)] if environments else {},
+        "unlike": [
+            {"name": name, "values": [{"value": v, "ranks": ranks} for v, ranks in by.items()]}
+            for name, by in found
+        ],
+    }
 
 
 def _pace(events: list[Event]) -> dict[str, Any] | None:

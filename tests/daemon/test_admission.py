@@ -23,7 +23,7 @@ from ddpprobe.daemon import admission, blocks, gather_queue
 from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.server import Server
-from ddpprobe.rank import join
+from ddpprobe.rank import head, join
 from ddpprobe.records.events import Told, to_json
 from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.records.gather import Gather
@@ -812,7 +812,7 @@ def test_the_rendezvous_hears_digests_and_the_roster_leaves_the_head_s_node_out(
         places.append(join._Place.here(rank))
     heard = [place.facts() for place in places]
     assert not any(place.secret in json.dumps(heard) for place in places)
-    made = join._roster(heard, {0: 0, 1: 2, 2: 5}, 4)
+    made = head._roster(heard, {0: 0, 1: 2, 2: 5}, 4)
     assert made.ranks == {"node_0001": frozenset({2, 3, 4}), "node_0002": frozenset({5})}
     assert made.attempt == 4
     for rank, place in enumerate(places):

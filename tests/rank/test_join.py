@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpprobe.rank import attempts, join
+from ddpprobe.rank import attempts, head, join
 
 FACTS = {"format_version": 1, "hostname": "here"}
 
@@ -29,9 +29,9 @@ def test_a_node_is_numbered_by_torchrun_or_else_by_slurm(
 
 
 def test_ranks_of_a_node_that_do_not_follow_each_other_are_refused() -> None:
-    assert join._members([{"node_index": n} for n in (0, 0, 2)], {0: 0, 2: 2}) == {0: 2, 2: 1}
+    assert head._members([{"node_index": n} for n in (0, 0, 2)], {0: 0, 2: 2}) == {0: 2, 2: 1}
     with pytest.raises(ValueError, match="ranks of node 0 do not follow each other: 2 is one"):
-        join._members([{"node_index": n} for n in (0, 1, 0, 1)], {0: 0, 1: 1})
+        head._members([{"node_index": n} for n in (0, 1, 0, 1)], {0: 0, 1: 1})
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.daemon.spool_carrier import STUCK_SECONDS, SpoolCarrier
-from ddpprobe.rank import join
+from ddpprobe.rank import head
 from ddpprobe.rundir import heartbeat, paths, slot_file, spool, tmpfs
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.orders import Order, OrderBoard, OrderReader
@@ -259,8 +259,8 @@ def test_one_rank_of_each_memory_hears_for_those_that_see_the_same() -> None:
     """Containers of a machine may have one each: rank 0 speaks into its own only."""
     machines = ("a 0:23", "a 0:23", "a 0:40", "a 0:40", "a ")
     heard = [{"node_index": 0, "machine": machine} for machine in machines]
-    assert join._relays(heard) == [0, 2, 4]
-    assert join._relays(heard[:2]) == []
+    assert head._relays(heard) == [0, 2, 4]
+    assert head._relays(heard[:2]) == []
 
 
 def test_an_order_that_finds_no_room_in_memory_is_on_no_board(own: Path, monkeypatch) -> None:

@@ -23,7 +23,7 @@ from ddpprobe.reader.text import (
 )
 from ddpprobe.records.rank_names import numbers_text, ranks_text
 
-MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
+MOST_ORDERS = MOST_NOTES = MOST_UNLIKE = 20  # lines of an attempt
 MOST_UNSEALED = 4  # nodes that are named
 SINGLE_RANKS = 64  # with a line each; of more those have one together of which the same is said
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -79,6 +79,11 @@ def _said(attempt: dict[str, Any]) -> Iterator[str]:
     ]
     if settings:
         yield f"detectors: {', '.join(settings)}"
+    for unlike in attempt["unlike"][:MOST_UNLIKE]:
+        has = (f"{plain(v['value'])} on {ranks_text(v['ranks'])}" for v in unlike["values"])
+        yield f"unlike {plain(unlike['name'])}: {', '.join(has)}"
+    if len(attempt["unlike"]) > MOST_UNLIKE:
+        yield f"and {len(attempt['unlike']) - MOST_UNLIKE} more differ: --json has them all"
     if attempt["config"]:
         yield f"config: {', '.join(f'{plain(k)}={plain(v)}' for k, v in attempt['config'].items())}"
     for note in attempt["notes"][:MOST_NOTES]:

@@ -10,12 +10,14 @@ from typing import Any
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
+from ddpprobe.records.environment import of_metas
 from ddpprobe.rundir.paths import RunDir
 
 # Of a process, not of what it computed.
 _OWN = {
     "rank", "local_rank", "node", "node_index", "attempt", "pid", "pid_start", "run_id", "name",
     "started_ns", "created_ns", "head", "head_url", "role", "format_version", "process",
+    "environment", "environment_of",
 }  # fmt: skip
 _LOOKS = 8  # records: the first ones say which parameters have a checksum
 
@@ -88,9 +90,12 @@ def _of(held: Mapping[int, int]) -> set[int]:
 def reasons(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """Return what was different when the runs were started: (name, in the first, in the second).
 
-    What the lowest rank said of itself in the last start: versions, topology, device, schedule.
+    What the lowest rank said of itself in the last start: topology, device, schedule, and what it
+    ran on, as far as both say it.
     """
-    one, two = _facts(a), _facts(b)
+    (one, one_on), (two, two_on) = _facts(a), _facts(b)
+    both = one_on.keys() & two_on.keys()
+    one, two = ({**{k: on[k] for k in both}, **of} for of, on in ((one, one_on), (two, two_on)))
     return [
         (name, _text(one.get(name)), _text(two.get(name)))
         for name in sorted(one.keys() | two.keys())
@@ -98,12 +103,15 @@ def reasons(a: Run, b: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the lowest rank said of itself, and what it runs on."""
     ranks, attempts = run.ranks(), run.attempts()
     if not ranks:
-        return {}
+        return {}, {}
     meta = MergedReader(RunDir(run.path)).facts(attempts[-1], ranks[0]).meta
-    return {**{k: v for k, v in meta.items() if k not in _OWN}, "starts": len(attempts)}
+    environments, _ = of_metas([meta])
+    own = {k: v for k, v in meta.items() if k not in _OWN}
+    return {**own, "starts": len(attempts)}, environments.get(ranks[0], {})
 
 
 def _text(value: object) -> str:

@@ -1,0 +1,203 @@
+"""What this rank runs on: Python, libraries, the script's own files, the GPU, torch's switches.
+
+It is looked at once, at `install()`, and compared between the ranks: a node that was set up anew
+has another version of a library, or the script of yesterday.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from ddpprobe.records.environment import (
+    CODE,
+    GPU,
+    NOTHING,
+    SCALAR,
+    Unlike,
+    differences,
+)
+
+MOST_FILES, MOST_BYTES = 256, 1 << 20  # of the script's own; and of each, what is read
+MOST_TOLD = 64  # unlike environments that are told; those of other ranks are not known
+MOST_DIFFERENCES = 16  # that are marked on the first sampled step
+LONGEST = 80  # characters of a value
+# What must be the same on all ranks: by another algorithm or protocol they wait for each other.
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+logger = logging.getLogger("ddpprobe")
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@final
+class OwnEnvironment:
+    """What a rank runs on, as it is when somebody first asks.
+
+    Args:
+        rank: whose it is.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @cached_property
+    def _is(self) -> dict[str, str]:
+        return look()
+
+    @cached_property
+    def digest(self) -> str:
+        """The same as another rank's only if all is the same."""
+        return _digest(json.dumps(self._is, sort_keys=True).encode())
+
+    def meta(self, told_by: Mapping[str, int]) -> dict[str, Any]:
+        """Return what a rank's journal says of it: itself, or of which rank it is the same.
+
+        Args:
+            told_by: digest -> the rank that tells what it stands for.
+        """
+        rank = told_by.get(self.digest)
+        return {"environment": self._is if rank == self._rank else {}, "environment_of": rank}
+
+    def unlike(self, numbers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+        """Return the scalars of what ranks differ in; `numbers` as of `compare`."""
+        return {
+            f"{SCALAR}{name}": float(number[self.digest])
+            for name, number in numbers.items()
+            if self.digest in number
+        }
+
+
+def look() -> dict[str, str]:
+    """Return what this process runs on, by name: a library as it is imported, `code/` and a path.
+
+    Only what is loaded is known, so it costs no import: a few milliseconds.
+    """
+    found = {"python": platform.python_version(), **dict(_libraries()), **dict(_of_torch())}
+    found |= {name: os.environ.get(name, NOTHING) for name in VARIABLES}
+    found |= {f"{CODE}{name}": digest for name, digest in _own_code()}
+    return {name[:LONGEST]: value[:LONGEST] for name, value in found.items()}
+
+
+def tellers(digests: Sequence[str]) -> dict[str, int]:
+    """Return of each digest the lowest rank that has it, which tells what it stands for."""
+    found: dict[str, int] = {}
+    for rank, digest in enumerate(digests):
+        if len(found) < MOST_TOLD:
+            found.setdefault(digest, rank)
+    return found
+
+
+def compare(
+    digests: Sequence[str], told: Sequence[Mapping[str, str]]
+) -> tuple[list[Unlike], dict[str, dict[str, int]]]:
+    """Return in what the ranks differ, and the first of it by name: digest -> number of its value.
+
+    Args:
+        digests: of the environments, in rank order.
+        told: the environments of the tellers, in rank order; {} of the others.
+    """
+    by_digest = tellers(digests)
+    like = {rank: by_digest[d] for rank, d in enumerate(digests) if d in by_digest}
+    found = differences({rank: told[rank] for rank in by_digest.values()}, like)
+    numbers: dict[str, dict[str, int]] = {}
+    for name, ranks in found[:MOST_DIFFERENCES]:
+        number = {value: i for i, value in enumerate(ranks)}
+        values = {digest: told[rank].get(name) for digest, rank in by_digest.items()}
+        numbers[name] = {d: number[value] for d, value in values.items() if value is not None}
+    return found, numbers
+
+
+def tell(found: Sequence[Unlike]) -> None:
+    """Say in one line in what ranks differ, if they do."""
+    if found:
+        more = (
+            f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
+        )
+        logger.warning(
+            "ddpprobe: ranks run on unlike software: %s%s",
+            "; ".join(map(str, found[:MOST_DIFFERENCES])), more,
+        )  # fmt: skip
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    for name, module in sorted(sys.modules.copy().items()):
+        if "." not in name and name[:1] != "_" and name not in sys.stdlib_module_names:
+            version = _attributes(module).get("__version__")
+            if isinstance(version, str):
+                yield name, version
+
+
+def _of_torch() -> Iterator[tuple[str, str]]:
+    yield "default dtype", str(torch.get_default_dtype())
+    yield "deterministic algorithms", str(torch.are_deterministic_algorithms_enabled())
+    yield "matmul precision", _matmul_precision()
+    yield "cudnn.benchmark", str(torch.backends.cudnn.benchmark)
+    yield "cudnn.deterministic", str(torch.backends.cudnn.deterministic)
+    if not torch.cuda.is_initialized():
+        return
+    yield GPU, torch.cuda.get_device_name()
+    yield "cuda", str(torch.version.cuda or torch.version.hip)
+    yield "cudnn", str(torch.backends.cudnn.version())
+    if torch.distributed.is_nccl_available():
+        yield "nccl", ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to say it where its old and its new switches were set
+        return "set in two ways"
+
+
+def _own_code() -> Iterator[tuple[str, str]]:
+    """Yield path and digest of what is loaded from beside the script, or from where it runs."""
+    roots = _roots()
+    files: dict[str, Path] = {}
+    for module in sys.modules.copy().values():
+        file = _attributes(module).get("__file__")
+        if isinstance(file, str) and file.endswith(".py"):
+            root = next((root for root in roots if file.startswith(root)), None)
+            if root is not None and _INSTALLED.isdisjoint(Path(file).parts):
+                files[file.removeprefix(root)] = Path(file)
+    for name in sorted(files)[:MOST_FILES]:
+        try:
+            with files[name].open("rb") as source:
+                yield name, _digest(source.read(MOST_BYTES))
+        except OSError:  # it is gone, or not to be read: nobody can compare it
+            continue
+
+
+def _roots() -> list[str]:
+    """Return the directories, each with a slash, whose files are the script's own."""
+    script = _attributes(sys.modules.get("__main__")).get("__file__")
+    try:
+        directories = [Path.cwd()]
+        if isinstance(script, str):  # Python imports from where a link to it leads
+            directories = [Path(script).parent, Path(script).resolve().parent, *directories]
+    except OSError:  # the directory was deleted
+        return []
+    # Of what runs at / or at home, everything would be its own; so would Python's.
+    others = {"/", os.environ.get("HOME"), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+    return [f"{path}/" for path in directories if str(path) not in others]
+
+
+def _attributes(module: object) -> Mapping[str, Any]:
+    """Return a module's own attributes, without calling what a lazy one would load."""
+    return getattr(module, "__dict__", None) or {}
+
+
+def _digest(of: bytes) -> str:
+    return hashlib.blake2b(of, digest_size=6).hexdigest()
