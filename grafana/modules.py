@@ -30,7 +30,7 @@ PLACE = f"max by (fqn) ({metric('site_position', NODE)})"
 IN_ORDER = f'* on (fqn) group_left (at) count_values by (fqn) ("at", 10000 + {PLACE})'
 OUTPUTS = NODE + ',kind!="input"'
 QUANTILES = ((0.5, "half"), (0.9, "90 in 100"), (0.99, "99 in 100"))
-NAME = {"custom.width": 320}
+NAME = {"custom.width": 280}
 NUMBER = {"unit": "sci", "decimals": 2}
 
 
