@@ -17,7 +17,7 @@ import numpy as np
 
 from ddpprobe.daemon.server import Server
 from ddpprobe.ends.anomalies import TITLES, first_cause_of
-from ddpprobe.ends.judge import BAD
+from ddpprobe.ends.end import BAD
 from ddpprobe.metrics.render import Exposition
 from ddpprobe.records.histogram import BINS
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView

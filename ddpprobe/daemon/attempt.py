@@ -23,7 +23,7 @@ from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.requests import Request, RequestFiles
 from ddpprobe.daemon.spool_carrier import SpoolCarrier
 from ddpprobe.detectors.suite import default_suite, recorded
-from ddpprobe.ends.judge import ENDED, RUNNING, STOPPED
+from ddpprobe.ends.end import ENDED, RUNNING, STOPPED
 from ddpprobe.records.events import Ended, Told
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -105,7 +105,7 @@ class Attempt:
 
     @property
     def state(self) -> str:
-        """How it ended, as far as is known now, as `ends.judge.End`."""
+        """How it ended, as far as is known now, as `ends.end.End`."""
         return self.ends.end.state if self.ends is not None else RUNNING
 
     @property

@@ -25,8 +25,8 @@ from ddpprobe.ends.anomalies import (
     taken_back,
     takes_back,
 )
+from ddpprobe.ends.end import RUNNING, End
 from ddpprobe.ends.evidence import Evidence
-from ddpprobe.ends.judge import RUNNING, End
 from ddpprobe.records import events
 from ddpprobe.records.derived import NoiseScale
 from ddpprobe.records.events import Beat, Event

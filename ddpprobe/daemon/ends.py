@@ -13,18 +13,9 @@ from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.ends.anomalies import anomalies_of
+from ddpprobe.ends.end import CRASHED, HUNG, RUNNING, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import (
-    CRASHED,
-    HUNG,
-    RUNNING,
-    UNDECIDED,
-    End,
-    failed,
-    is_well,
-    judge,
-    stuck_of,
-)
+from ddpprobe.ends.judge import failed, is_well, judge, stuck_of
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.ends.words import how_of

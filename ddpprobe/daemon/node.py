@@ -24,7 +24,7 @@ from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.stored_journal import states_before
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.daemon.web_config import WebConfigFile
-from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
+from ddpprobe.ends.end import BAD, RUNNING, UNDECIDED
 from ddpprobe.records.events import SealedEvent
 from ddpprobe.records.past_counts import PastCounts
 from ddpprobe.rundir import paths, targets
@@ -85,7 +85,7 @@ def linger_of(asked: float | None, state: str) -> float:
 
     Args:
         asked: what the user wants; None: nothing was said.
-        state: how the run ended, as `ends.judge.End`.
+        state: how the run ended, as `ends.end.End`.
     """
     if asked is not None:
         return asked

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.uploader import Uploader
 from ddpprobe.ends.anomalies import TITLES
-from ddpprobe.ends.judge import by_state
+from ddpprobe.ends.end import by_state
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir.heartbeat import Heartbeat

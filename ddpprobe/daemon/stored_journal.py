@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpprobe.ends.judge import ENDED, RUNNING, UNDECIDED
+from ddpprobe.ends.end import ENDED, RUNNING, UNDECIDED
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.records.events import EndEvent, Event, FinishedEvent
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -44,7 +44,7 @@ class StoredJournal:
         return list(filter(None, map(validate.known_event, own)))
 
     def state(self) -> str:
-        """Return how the attempt ended, as this daemon said it last, as `ends.judge.End`."""
+        """Return how the attempt ended, as this daemon said it last, as `ends.end.End`."""
         state = UNDECIDED
         for event in self.events():
             if isinstance(event, EndEvent):

@@ -7,16 +7,9 @@ from dataclasses import replace
 
 from ddpprobe.detectors.suite import DETECTORS, follows
 from ddpprobe.ends.death_order import DeathOrder
+from ddpprobe.ends.end import BAD, CRASHED, HUNG, STOPPED, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import (
-    BAD,
-    CRASHED,
-    HUNG,
-    STOPPED,
-    UNDECIDED,
-    End,
-    failed,
-)
+from ddpprobe.ends.judge import failed
 from ddpprobe.ends.words import describe
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.fate import Fate

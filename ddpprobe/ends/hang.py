@@ -116,7 +116,7 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
             text += f"; rank {fate.rank} waited while it handled {fate.error.behind}"
     ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
     if ends and not parts.has(ALIVE):
-        text += f", until the job was ended ({', '.join(ends)})"
+        text += f", until the ranks ended ({', '.join(ends)})"
     if len(_by_place([*stuck, *waiting])) > 1 and all_wait([*stuck, *waiting]):
         text += (
             ". They waited for each other in calls that do not meet: one makes a call that others "

@@ -9,13 +9,13 @@ more than one, all of them are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ddpprobe.ends import hang
 from ddpprobe.ends.candidates import candidates, is_killed, unseen_of
 from ddpprobe.ends.death_order import DeathOrder
+from ddpprobe.ends.end import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
 from ddpprobe.ends.evidence import UNKNOWN, Case
 from ddpprobe.ends.rank_ends import (
     ABORTED,
@@ -28,6 +28,7 @@ from ddpprobe.ends.rank_ends import (
     LEFT,
     LOST,
     OWN_STOP,
+    SENT,
     SILENT,
     TOLD,
     VICTIM,
@@ -40,6 +41,7 @@ from ddpprobe.ends.words import (
     common_place,
     describe,
     describe_left,
+    died_of,
     how_of,
     last_seen_in_words,
     last_step_of,
@@ -49,72 +51,10 @@ from ddpprobe.ends.words import (
     raised_in_words,
     ranks_of,
     step_of,
+    where_of,
 )
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.rank_names import ranks_joined
-
-RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
-CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
-STATES = (RUNNING, ENDED, STOPPED, CRASHED, HUNG, VANISHED, UNDECIDED)
-BAD = (CRASHED, HUNG, VANISHED)  # states that are a page
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How an attempt ended.
-
-    Attributes:
-        state: one of `STATES`.
-        ranks: candidates for the cause, ascending; one if it is decided, none if nobody is to
-            blame.
-        how: of the first candidate: "SIGKILL", "exit:3", "ValueError"; "" if there is nothing.
-        step: the optimizer step it happened in; None: not known, or not the same for all.
-        phase: in which phase of it, as `STEP_PHASES`; None as `step`.
-        message: one sentence.
-        grave: it is a page, although its state is `unknown`.
-    """
-
-    state: str
-    ranks: tuple[int, ...] = ()
-    how: str = ""
-    step: int | None = None
-    phase: str | None = None
-    message: str = ""
-    grave: bool = False
-
-    @property
-    def is_telling(self) -> bool:
-        """As the function of this name."""
-        return is_telling(self.state, self.how)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "state": self.state, "ranks": list(self.ranks), "how": self.how, "step": self.step,
-            "phase": self.phase, "message": self.message,
-        }  # fmt: skip
-
-
-def is_telling(state: str, how: str) -> bool:
-    """Whether there is more to say of an `End` than that it goes on, is over, or not known."""
-    return state not in {RUNNING, ENDED} and (state in BAD or how != UNKNOWN)
-
-
-def by_state(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return how many attempts ended in each state, those in which none did included."""
-    return {state: counts.get(state, 0) for state in STATES if state != RUNNING}
-
-
-def told(end: Mapping[str, Any], attempt: int | None = None) -> str:
-    """Return what people are told of an end, given as `End.to_json`: its state and its message.
-
-    It is empty where there is no more to say than the state. The attempt is named if it is given.
-    """
-    state, message = end["state"], str(end["message"])
-    if not is_telling(state, end["how"]):
-        return ""
-    which = "" if attempt is None else f"attempt {attempt}: "
-    return which + (message if message.startswith(state) else f"{state}: {message}")
 
 
 def judge(case: Case) -> End:
@@ -128,8 +68,8 @@ def judge(case: Case) -> End:
 def _judge(parts: RankEnds) -> End:
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = candidates(parts)
-        open_ = _unseen_but_killed(parts) or _same_choice(parts) or _all_killed(parts)
-        open_ = open_ or _watched(parts, pool)
+        open_ = _all_sent(parts) or _unseen_but_killed(parts) or _same_choice(parts)
+        open_ = open_ or _all_killed(parts) or _watched(parts, pool)
         return open_ or _last_resort(parts, pool) or _crashed(pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
@@ -203,6 +143,23 @@ def _same_choice(parts: RankEnds) -> End | None:
         text, grave = f"{said}: {why}{_besides(parts)}", bool(unseen)
         return End(UNDECIDED, (), next(iter(hows)), step_of(fates), None, text, grave)
     return _quiet(parts) if _is_between_steps(parts) else None
+
+
+def _all_sent(parts: RankEnds) -> End | None:
+    """All ranks died of one signal that somebody sends and no launcher: a scheduler's (Slurm's).
+
+    Who was gone first makes no difference, as torchrun sends SIGTERM to the others.
+    """
+    fates, unseen = parts.seen, unseen_of(parts)
+    seen = [f for f in fates if f not in unseen]
+    hows = {f.how for f in seen}
+    if len(fates) < 2 or len(hows) != 1 or not hows <= SENT or any(f.error for f in fates):
+        return None
+    how = hows.pop()
+    if len(seen) > 1:
+        return replace(_stopped(parts, f"{ranks_of(seen)} ended because of {how}"), how=how)
+    text = f"{describe(seen[0])}, which somebody sends{_besides(parts)}"
+    return End(UNDECIDED, (), how, step_of(fates), phase_of(fates), text, grave=True)
 
 
 def _all_killed(parts: RankEnds) -> End | None:
@@ -303,10 +260,19 @@ def _quiet(parts: RankEnds) -> End:
 def _crashed(pool: list[Fate]) -> End:
     step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
     text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
-    if len(pool) > 1:
+    if len(pool) > 1 and _raised_alike(pool):
+        alike = f"of the same exception ({died_of(pool[0])}) {where_of(pool[0])}"
+        text = f"{ranks_of(pool)} died {alike}"
+    elif len(pool) > 1:
         each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
         text = f"{ranks_joined(f.rank for f in pool)} is the cause, and nothing says which: {each}"
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
+
+
+def _raised_alike(fates: list[Fate]) -> bool:
+    """Whether all of these raised an exception of their own at the same line, in the same step."""
+    raised = {(f.error.type, f.error.where) if f.error else None for f in fates}
+    return len(raised) == 1 and None not in raised and step_of(fates) is not None
 
 
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
@@ -330,10 +296,10 @@ def _broken(parts: RankEnds) -> End:
         among = "may not be" if gone else "is not"
         text = f"{said}, and the cause {among} among the ranks that are known here"
         return End(CRASHED, (), how_of(victims[0]), step_of(victims), phase_of(victims), text)
+    if gone and all(parts.part(f) == LEFT for f in gone):
+        return _left_behind(gone, victims, said)
     if len(gone) == 1:
-        ended = parts.part(gone[0]) == LEFT
-        text = f"{describe_left(gone[0]) if ended else describe(gone[0])}; {said}"
-        how = how_of(gone[0])
+        text, how = f"{describe(gone[0])}; {said}", how_of(gone[0])
         return End(CRASHED, (gone[0].rank,), how, step_of(gone), phase_of(gone), text)
     if gone:
         ranks = tuple(f.rank for f in gone)
@@ -342,6 +308,23 @@ def _broken(parts: RankEnds) -> End:
     if parts.has(ALIVE):
         return End(RUNNING, message=f"{said}; the other ranks live")
     return _broke_by_itself(parts)
+
+
+def _left_behind(left: list[Fate], victims: list[Fate], said: str) -> End:
+    """Ranks came to their end while another one communicated.
+
+    They ended too early, if they are behind it. After as many steps it may as well have made a call
+    too many.
+    """
+    each = "; ".join(map(describe_left, left[:4])) + ("; ..." if len(left) > 4 else "")
+    text = f"{each}; {said}"
+    last = max((f.clock.key for f in left if f.clock and f.clock.phase == "data"), default=None)
+    level = last is not None and all(f.clock is not None and f.clock.key <= last for f in victims)
+    if level:
+        text += ", in a call that the others did not make: it is one too many, or they ended early"
+    whom = sorted([*left, *victims], key=lambda f: f.rank) if level else left
+    ranks, how = tuple(f.rank for f in whom), how_of(left[0])
+    return End(CRASHED, ranks, how, step_of(whom), phase_of(whom), text)
 
 
 def _broke_by_itself(parts: RankEnds) -> End:

@@ -106,14 +106,12 @@ def place_of(fates: list[Fate]) -> str:
 def common_place(fates: Iterable[Fate]) -> str:
     """Say where ranks are, after their names; "" if that is not the same for all.
 
-    Between two steps, ranks that all wait for others are in a barrier, an evaluation or a
-    checkpoint, and not at the data; nor is one that is seen in a checkpoint.
+    Between two steps a rank may read data, evaluate, write a checkpoint, or stand at a barrier.
     """
     known = [f for f in fates if f.clock]
     calls = {within_of(f) for f in known}
     call = calls.pop() if len(calls) == 1 else ""
-    otherwise = "" if calls or all_wait(known) else "in data "
-    between = f"in {call} " if call else otherwise
+    between = f"in {call} " if call else ""
     within = f" ({call})" if call else ""
     places = {_place(f, f.clock, between, within) for f in known if f.clock}
     return places.pop() if len(places) == 1 else ""

@@ -55,7 +55,7 @@ class Head:
             if part["settings"] != heard[0]["settings"]:
                 raise ValueError(
                     f"ranks 0 and {rank} called ddpprobe.install() with different settings: "
-                    f"{heard[0]['settings']} and {part['settings']}. They must be equal."
+                    f"{_unequal(heard[0]['settings'], part['settings'], rank)}. They must be equal."
                 )
         for glob, message in heard[0]["unmatched"].items():
             if all(glob in part["unmatched"] for part in heard):  # stages hold other modules each
@@ -204,4 +204,13 @@ def _roster(heard: list[dict[str, Any]], leaders: Mapping[int, int], attempt: in
             for n in others
         },
         {name(n): str(heard[leaders[n]]["digest"]) for n in others},
+    )
+
+
+def _unequal(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    """Say which settings of a rank are not those of rank 0."""
+    return "; ".join(
+        f"{name}={first[name]!r} on rank 0, {name}={other[name]!r} on rank {rank}"
+        for name in first
+        if first[name] != other[name]
     )

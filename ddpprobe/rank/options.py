@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from torch import nn
@@ -132,8 +132,12 @@ class InstallOptions:
                 f"this {type(topology.root).__name__} already has a probe (run {owner}). "
                 "Call probe.close() before installing another."
             )
-        globs = self.include, self.exclude, self.histograms
-        settings = [schedule.fingerprint(), *globs, self.backward, step, self.model]
+        settings = {
+            **asdict(schedule), "include": self.include, "exclude": self.exclude,
+            "histograms": self.histograms, "backward": self.backward, "first_step": step,
+            "model": self.model, "budget": budget, "on_anomaly": self.response,
+            "capture": self.capture, "detectors": detectors,
+        }  # fmt: skip
         named = sum(map(self.has_histogram, _names(topology)))
         if named > MOST_NAMED:
             raise ValueError(
@@ -141,8 +145,7 @@ class InstallOptions:
                 "name fewer, such as histograms='blocks.*.mlp'"
             )
         facts = {
-            "settings": [*settings, budget, self.response, self.capture, detectors],
-            "every": schedule.every,
+            "settings": settings, "every": schedule.every,
             "wrapper": topology.wrapper, "device": str(topology.device),
             "unmatched": self._unmatched(topology), "parts": stages.parts(topology),
         }  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import final
 
 from ddpprobe.errors import InstallError
@@ -51,10 +50,6 @@ class Schedule:
     def dense(self, step: int) -> bool:
         """Whether `step` is sampled whatever `every` is."""
         return step < self.dense_until or any(first <= step <= last for first, last in self.ranges)
-
-    def fingerprint(self) -> str:
-        """Return a text that is equal on two ranks exactly if their schedules are."""
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 def is_step(number: object) -> bool:

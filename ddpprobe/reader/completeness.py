@@ -94,6 +94,8 @@ class Completeness:
         live: it is still under way.
         host: where rank 0 ran; "" if that is not known.
         url: the object store that it is read from; "" for a directory.
+        undecided: why nobody knows whether the newest attempt came to its end, although each rank
+            said its last word; "" if that is known.
     """
 
     shares: tuple[RankShare, ...]
@@ -101,11 +103,13 @@ class Completeness:
     live: bool
     host: str = ""
     url: str = ""
+    undecided: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether a verdict on what is held is a verdict on the run, as far as it got."""
-        return bool(self.shares) and all(s.complete for s in self.shares) and not self.unsampled
+        whole = bool(self.shares) and all(s.complete for s in self.shares)
+        return whole and not self.unsampled and not self.undecided
 
     @property
     def unsampled(self) -> bool:
@@ -148,10 +152,11 @@ class Completeness:
             said.append(f"{where}{ranks_text(s.rank for s in shares)}{lacks}")
         if self.unsampled and not said:
             said.append(
-                "the run took no sampled step: it ended before the first one, or its loop trains "
-                "without a call of the module that install() was given"
+                "the run took no sampled step: it ended within the first one, no optimizer of the "
+                "model made a step, or the loop trains without a call of the module that install() "
+                "was given"
             )
-        return said
+        return [*said, *([self.undecided] if self.undecided else [])]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ddpprobe.ends.end import CRASHED, End
 from ddpprobe.ends.evidence import Case, Evidence
-from ddpprobe.ends.judge import CRASHED, End, failed, judge
+from ddpprobe.ends.judge import failed, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.ends.words import how_of
 from ddpprobe.reader.last_beats import last_beats

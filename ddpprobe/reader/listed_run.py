@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.ends.anomalies import RANK_LOST
-from ddpprobe.ends.judge import RUNNING, UNDECIDED
+from ddpprobe.ends.end import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
 from ddpprobe.reader.endings import ending_of
@@ -39,7 +39,7 @@ class ListedRun:
         name, run_id: its own; "" if that is not known.
         began_ns: when the attempt began, Unix ns; 0: not known.
         attempt: its number; -1: the run has none yet.
-        state: one of `ends.judge.STATES`.
+        state: one of `ends.end.STATES`.
         ranks: how many; 0: not known.
         step: the newest that was begun; None: not known, or none was.
         anomaly: the first in order of cause of the worst level; None: none is known. It is called

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.ends.end import UNDECIDED
 from ddpprobe.errors import RunNotFound, TensorError, UnknownSeries
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
@@ -135,7 +137,7 @@ class Run(RunNumbers):
         `backend`, `torch`, `every`, `hostname`, `created_ns`, `destination`, `format_version`),
         `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` of the newest
         attempt (running, ended, stopped, crashed, hung, vanished or unknown) and `end` (how it came
-        to that: `ends.judge.End` as values; `attempts` have theirs), `unsealed` (the nodes that
+        to that: `ends.end.End` as values; `attempts` have theirs), `unsealed` (the nodes that
         an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
         `steps` {first, last} of the sampled ones, `began` and `reached` (the first and the last
         step that a rank trained, or is in; None: not known),
@@ -204,7 +206,11 @@ class Run(RunNumbers):
             if again == found:
                 break
             found = again
-        return found
+        if not found.complete or found.live:
+            return found  # of an end that nobody saw it is said by now
+        end = ending_of(merged_reader, merged_reader.attempts()[-1]).end
+        undecided = end.state == UNDECIDED and not end.is_telling
+        return replace(found, undecided=end.message) if undecided else found
 
     def replayed(
         self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None

@@ -304,7 +304,7 @@ class DeathEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEvent:
-    """How the attempt ended, as far as is known now: as `ends.judge.End`."""
+    """How the attempt ended, as far as is known now: as `ends.end.End`."""
 
     state: str
     ranks: tuple[Rank, ...]

@@ -69,7 +69,7 @@ class NodeView:
 
     `directory` is the run's, absolute, as a person types it on this node; `attempt` its newest.
     `detectors` are the names that an anomaly can have, in the order in which they are shown;
-    `state` is one of `ends.judge.STATES`; `stuck` are the ranks that the others wait for, and in
+    `state` is one of `ends.end.STATES`; `stuck` are the ranks that the others wait for, and in
     which phase they are.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.ends.judge import RUNNING
+from ddpprobe.ends.end import RUNNING
 from ddpprobe.reader.text import (
     UNOBSERVED,
     commit,

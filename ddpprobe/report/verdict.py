@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.ends.anomalies import RANK_LOST, TITLES
-from ddpprobe.ends.judge import ENDED, RUNNING, told
+from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.text import plain
 from ddpprobe.records.step import STATE_KINDS, Anomaly
 from ddpprobe.report.captured_cause import CapturedCause
@@ -160,7 +160,7 @@ def _finding(
         cause.step, None if behind else cause.micro, cause.rank, cause.attempt if several else None,
         None if cause.module is None else cause.module or "(root)",
         _KINDS.get(cause.kind or "", cause.kind or ""), "" if vague else cause.phase,
-        "" if vague else _PHASES.get(cause.phase, cause.phase),
+        "" if vague else _during(cause),
     )  # fmt: skip
     title = TITLES.get(cause.detector, cause.detector)
     lines = [_line(a) for a in followed[:MOST_FOLLOWED]]
@@ -168,6 +168,13 @@ def _finding(
     commands = _commands(path, cause, captured)
     inputs = "" if captured is None else _inputs(captured)
     return Finding(title, cause.level, cause.message, where, commands, lines, more, inputs)
+
+
+def _during(cause: Anomaly) -> str:
+    """Say in which part of the step it was; a rank is in its backward as soon as it has a loss."""
+    if cause.detector == RANK_LOST and cause.phase == "backward":
+        return "after the forward pass"
+    return _PHASES.get(cause.phase, cause.phase)
 
 
 def _inputs(captured: CapturedCause) -> str:

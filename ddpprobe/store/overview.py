@@ -188,7 +188,7 @@ def facts_of(
     Args:
         identity: content of run.json.
         config: what the script said by `probe.note(config=...)`.
-        state: how its newest attempt ended, one of `ends.judge.STATES`.
+        state: how its newest attempt ended, one of `ends.end.STATES`.
         attempt: number of that.
         found: its anomalies, in order of cause.
     """

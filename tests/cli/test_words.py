@@ -18,8 +18,8 @@ from ddpprobe.cli.commands import anomalies, info
 from ddpprobe.cli.progress import Bar
 from ddpprobe.cli.verbs import ANYWHERE, MEANINGS, VERBS, exits
 from ddpprobe.detectors.suite import Episode
+from ddpprobe.ends.end import ENDED, HUNG, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import ENDED, HUNG, UNDECIDED, End
 from ddpprobe.errors import RunError, StoreDamaged
 from ddpprobe.reader.completeness import CLOSED, RUNNING, UNKNOWN, Completeness, RankShare
 from ddpprobe.reader.endings import Ending

@@ -12,7 +12,7 @@ from ddpprobe.daemon import attempt
 from ddpprobe.daemon.attempt import RESTART_SECONDS, Attempt
 from ddpprobe.daemon.folding import Folding
 from ddpprobe.daemon.liveness import Exit
-from ddpprobe.ends.judge import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
+from ddpprobe.ends.end import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir.journal import segments_of
 from ddpprobe.rundir.journal_tail import RankTail

@@ -10,8 +10,9 @@ import pytest
 from ddpprobe.daemon import ends
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.end import HUNG, RUNNING
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import HUNG, RUNNING, judge
+from ddpprobe.ends.judge import judge
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.records.fate import Fate
 from ddpprobe.rundir import framing

@@ -12,8 +12,8 @@ from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.daemon.first_cause import SETTLE_SECONDS, FirstCause
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.ends.anomalies import anomalies_of
+from ddpprobe.ends.end import CRASHED, HUNG, End
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import CRASHED, HUNG, End
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.fate import Fate

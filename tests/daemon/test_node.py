@@ -30,7 +30,7 @@ from ddpprobe.daemon.local_rank import LEAVING_SECONDS, PATIENCE_SECONDS, LocalR
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon, linger_of
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.ends.anomalies import retells
-from ddpprobe.ends.judge import STATES, End
+from ddpprobe.ends.end import STATES, End
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.verify.verify import verify
 from ddpprobe.records.events import ClosedEvent

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ddpprobe.ends.end import STATES, by_state, told
 from ddpprobe.ends.evidence import Evidence, clock_of
-from ddpprobe.ends.judge import STATES, by_state, told
 from ddpprobe.records.events import (
     ClosedEvent,
     ContinuedEvent,

@@ -13,8 +13,9 @@ import pytest
 
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.death_order import DeathOrder
+from ddpprobe.ends.end import End
 from ddpprobe.ends.evidence import Case, Evidence
-from ddpprobe.ends.judge import End, is_well, judge, stuck_of
+from ddpprobe.ends.judge import is_well, judge, stuck_of
 from ddpprobe.ends.rank_ends import may_be_told
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.records.events import ClosedEvent, ExitEvent, FateEvent
@@ -66,6 +67,22 @@ def verdict(*fates: Fate, **case: Any) -> End:
 
 
 VERDICTS = {
+    "two came to their end, and one made a call after as many steps": (
+        [*(fate(r, "exit:0", at(40, "data"), closed=True) for r in (0, 1)),
+         raised(2, GONE, clock=at(40, "data"))], "crashed", [0, 1, 2], "exit:0"),
+    "two came to their end, and one was in the step after it": (
+        [*(fate(r, "exit:0", at(39, "data"), closed=True) for r in (0, 1)),
+         raised(2, GONE, clock=at(40))], "crashed", [0, 1], "exit:0"),
+    "all by a signal that a scheduler sends": (
+        [fate(0, "SIGUSR1"), fate(1, "SIGUSR1")], "stopped", [], "SIGUSR1"),
+    "the same, and nobody saw how one of them ended": (
+        [fate(0), fate(1, "SIGUSR1"), fate(2, "SIGUSR1")], "stopped", [], "SIGUSR1"),
+    "one by it, and nobody saw how the other ended": (
+        [fate(0), fate(1, "SIGUSR1")], "unknown", [], "SIGUSR1"),
+    "one of them by such a signal": (
+        [fate(0, "SIGUSR1"), fate(1, "SIGTERM")], "crashed", [0], "SIGUSR1"),
+    "all of them, each by another one": (
+        [fate(0, "SIGUSR1"), fate(1, "SIGUSR2")], "crashed", [0, 1], "SIGUSR1"),
     # A cause and those it took along.
     "a killed rank, its peer by a broken connection": (
         [fate(0, "SIGKILL"), raised(1, GONE)], "crashed", [0], "SIGKILL"),

@@ -28,7 +28,7 @@ from ddpprobe.cli.output import (
 )
 from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
-from ddpprobe.ends.judge import told
+from ddpprobe.ends.end import told
 from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run

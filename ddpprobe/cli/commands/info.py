@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run, opened
-from ddpprobe.ends.judge import RUNNING, told
+from ddpprobe.ends.end import RUNNING, told
 from ddpprobe.reader.text import (
     UNOBSERVED,
     commit,

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ddpprobe.ends.anomalies import TITLES, first_cause_of
-from ddpprobe.ends.judge import HUNG, RUNNING, by_state, stuck_of
+from ddpprobe.ends.end import HUNG, RUNNING, by_state
+from ddpprobe.ends.judge import stuck_of
 from ddpprobe.reader.endings import Death, deaths_of, ending_of
 from ddpprobe.reader.export.replayed_rank import ReplayedRank, whole
 from ddpprobe.reader.merged_reader import MergedReader

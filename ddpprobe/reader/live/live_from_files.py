@@ -17,8 +17,9 @@ import numpy as np
 
 from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.end import HUNG, RUNNING, UNDECIDED, End
 from ddpprobe.ends.evidence import UNKNOWN, Evidence
-from ddpprobe.ends.judge import HUNG, RUNNING, UNDECIDED, End, judge
+from ddpprobe.ends.judge import judge
 from ddpprobe.ends.rank_ends import ABSENT, LEFT, SILENT, RankEnds
 from ddpprobe.ends.stalls import is_late, is_still
 from ddpprobe.ends.words import how_of

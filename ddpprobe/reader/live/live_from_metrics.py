@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ddpprobe.ends.judge import ENDED, RUNNING
+from ddpprobe.ends.end import ENDED, RUNNING
 from ddpprobe.ends.stalls import is_late
 from ddpprobe.reader.live.live_view import (
     UNREACHABLE,

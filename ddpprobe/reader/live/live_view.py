@@ -76,7 +76,7 @@ class LiveView:
 
     Attributes:
         name: of the run.
-        state: one of `ends.judge.STATES`, or what is wrong ("unreachable: ...").
+        state: one of `ends.end.STATES`, or what is wrong ("unreachable: ...").
         source: where this comes from.
         world_size: number of ranks, also of those that are not in `ranks`; 0: not known.
         ranks: worst first.

@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 
 from ddpprobe.cli.commands import ls
-from ddpprobe.ends.judge import STATES
+from ddpprobe.ends.end import STATES
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.rundir.paths import RUN_VARIABLE
 

@@ -35,7 +35,7 @@ from rich.cells import cell_len
 from ddpprobe.cli.main import main
 from ddpprobe.cli.top_frame import ago, frame
 from ddpprobe.ends.anomalies import RANK_LOST, TITLES
-from ddpprobe.ends.judge import HUNG, End
+from ddpprobe.ends.end import HUNG, End
 from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE, render
 from ddpprobe.reader.live.live_from_files import NO_DAEMON, RunWatch
 from ddpprobe.reader.live.live_from_metrics import NoMetricsError, UrlWatch, fetch, target
