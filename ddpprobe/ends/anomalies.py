@@ -17,6 +17,7 @@ from ddpprobe.records.step import PHASES, Anomaly
 from ddpprobe.rundir import framing
 
 RANK_LOST = "rank_lost"
+WENT_ON = "went_on"  # value, 1 of a hang that was over
 # What `Anomaly.detector` can be, and what a report calls it, in root-cause order.
 TITLES = {detector.name: detector.title for detector in DETECTORS} | {RANK_LOST: "The job was lost"}
 
@@ -66,13 +67,20 @@ def taken_back(anomaly: Anomaly) -> Anomaly:
 
     It is history, which no reader counts as a fault.
     """
-    return replace(anomaly, level="info", first_cause=False)
+    message = f"{anomaly.message}; the ranks went on later"
+    values = {**anomaly.values, WENT_ON: 1.0}
+    return replace(anomaly, level="info", first_cause=False, message=message, values=values)
+
+
+def is_end(anomaly: Anomaly) -> bool:
+    """Whether an anomaly is of how an attempt ended, and not of a hang that was over."""
+    return anomaly.detector == RANK_LOST and WENT_ON not in anomaly.values
 
 
 def takes_back(anomaly: Anomaly, known: Anomaly) -> bool:
     """Whether an anomaly says that an end, which is known by now, is none."""
-    is_end = anomaly.detector == known.detector == RANK_LOST and known.level != "info"
-    return is_end and code_of(anomaly) == code_of(taken_back(known))
+    ends = anomaly.detector == known.detector == RANK_LOST and known.level != "info"
+    return ends and code_of(anomaly) == code_of(taken_back(known))
 
 
 def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:

@@ -31,10 +31,15 @@ def describe_left(fate: Fate) -> str:
 
 
 def where_of(fate: Fate) -> str:
-    """Say where one rank was. What fetches the next batch stands after the step before it."""
+    """Say where one rank was. What fetches the next batch stands after the step before it.
+
+    Of one that closed and whose last word is not there (a full disk), nobody knows which it was.
+    """
     clock = fate.clock
     if clock is None or (clock.phase == "data" and not clock.steps):
         return "before its first step"
+    if fate.beat_closed and not fate.closed and clock.phase == "data":
+        return f"in or after step {clock.step}"
     return f"{'after' if clock.phase == 'data' else 'in'} step {clock.step}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import is_end
 from ddpprobe.ends.end import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
@@ -162,7 +162,7 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
         return line
     attempt = attempts[-1]
     ending = ending_of(reader, attempt)
-    judgements = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
+    judgements = [a for a in reader.daemon_anomalies(attempt) if not is_end(a)]
     found = judgements + rank_losses(ending, judgements)
     # A step that never came to its end is none that was judged, as `completeness` counts them.
     steps, judged_steps = reader.told_steps(attempt, whole=True)

@@ -9,7 +9,7 @@ from functools import partial
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import default_suite, over, recorded
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import is_end
 from ddpprobe.reader.completeness import is_partial
 from ddpprobe.reader.endings import ending_of
 from ddpprobe.reader.merged_reader import MergedReader
@@ -29,7 +29,7 @@ def verdicts(merged_reader: MergedReader, attempt: int) -> list[Anomaly]:
     over what is held as well: the daemon may have died before the end, and what it saw may be gone.
     """
     # How it ended is judged anew: of several nodes' daemons each has seen its own ranks only.
-    recorded = [a for a in merged_reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
+    recorded = [a for a in merged_reader.daemon_anomalies(attempt) if not is_end(a)]
     found = recorded
     if not is_told(merged_reader, attempt):
         seen: set[int] = set()

@@ -311,7 +311,7 @@ def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_kill
     assert re.search(r'ddpprobe_rank_stuck\{phase="data",rank="1"\} 1\.0', job.metrics())
     assert cli.main(["top", str(job.run.path), "--once"]) == 0
     # Nobody holds the run's lock: so it is on the disk of a node that rank 0 is not on.
-    assert "hung: rank 1, in data after step 10, was suspended" in capsys.readouterr().out
+    assert "hung: rank 1, after step 10, was suspended" in capsys.readouterr().out
     assert cli.main(["top", f"http://{job.said()['listen']}", "--once"]) == 0
     assert "hung: rank 1 is behind the others" in capsys.readouterr().out
     wait(lambda: 'detector="rank_lost",level="page"} 1.0' in job.metrics())

@@ -77,6 +77,9 @@ VERDICTS = {
         [fate(0, "SIGUSR1"), fate(1, "SIGUSR1")], "stopped", [], "SIGUSR1"),
     "the same, and nobody saw how one of them ended": (
         [fate(0), fate(1, "SIGUSR1"), fate(2, "SIGUSR1")], "stopped", [], "SIGUSR1"),
+    "a crash whose last word found no room on the disk": (
+        [fate(0, "exit:1", at(150, "data"), beat_closed=True), fate(1, "SIGTERM")],
+        "crashed", [0], "exit:1"),
     "one by it, and nobody saw how the other ended": (
         [fate(0), fate(1, "SIGUSR1")], "unknown", [], "SIGUSR1"),
     "one of them by such a signal": (

@@ -28,7 +28,7 @@ from ddpprobe.cli.output import (
 )
 from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
-from ddpprobe.ends.end import told
+from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run
@@ -148,7 +148,7 @@ def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
 
 
 def told_ends(endings: list[Ending], shown: Sequence[Anomaly] = ()) -> list[str]:
-    """Say how the attempts ended that did not come to their end, newest last.
+    """Say how the attempts ended that did not come to their end, and after them the newest.
 
     What a verdict that is `shown` below says as well is not said twice.
     """
@@ -160,6 +160,8 @@ def told_ends(endings: list[Ending], shown: Sequence[Anomaly] = ()) -> list[str]
         if (each.attempt, each.end.message) in below:
             end["message"] = f"{each.end.state}, see below"
         texts.append(told(end, each.attempt if several else None))
+    if any(texts) and not texts[-1] and endings[-1].end.state in {ENDED, RUNNING}:
+        texts[-1] = f"attempt {endings[-1].attempt}: {endings[-1].end.message}"
     return [plain(text) for text in texts if text]
 
 
@@ -205,15 +207,17 @@ def _fields(anomaly: Anomaly) -> dict[str, Any]:
 def lines(groups: list[Episode]) -> list[str]:
     """Lay the verdicts out in columns, what followed indented below its cause."""
     rows = []
+    told_of = {a.attempt for g in groups for a in (*g.followed, *([g.cause] if g.cause else []))}
+    several = len(told_of) > 1
     for group in groups:
         if group.cause:
-            rows.append(row(group.cause))
+            rows.append(row(group.cause, several=several))
         indent = "  " if group.cause else ""
         for alike in _alike(group.followed):
             if len(alike) <= MOST_ALIKE:
-                rows += [row(a, indent) for a in alike]
+                rows += [row(a, indent, several=several) for a in alike]
             else:
-                level, step, _, *where, text = row(alike[0], indent)
+                level, step, _, *where, text = row(alike[0], indent, several=several)
                 who = ranks_text(a.rank for a in alike if a.rank is not None)
                 rows.append((level, step, who, *where, f"{text} ({len(alike) - 1} more alike)"))
     return table(rows)
@@ -239,9 +243,9 @@ def _alike(found: Sequence[Anomaly]) -> Iterator[list[Anomaly]]:
             yield alike
 
 
-def row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
-    """Return the columns of one verdict."""
-    attempt = f" attempt {anomaly.attempt}" if anomaly.attempt else ""
+def row(anomaly: Anomaly, indent: str = "", *, several: bool = False) -> tuple[str, ...]:
+    """Return the columns of one verdict; `several`: it is told of more than one attempt."""
+    attempt = f" attempt {anomaly.attempt}" if anomaly.attempt or several else ""
     cause = " (first cause)" if anomaly.first_cause else ""
     return (
         indent + anomaly.level.upper(),

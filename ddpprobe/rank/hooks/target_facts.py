@@ -32,7 +32,9 @@ def add_copied(given: Iterable[object], returned: object, rows: StepRows) -> Non
 
     Counted are places whose next token is another one: there a model that predicts the next one
     should not answer with its input, and on padding it may. Of several inputs that may be the text
-    the one that is copied most counts. Nothing where fewer than `FEWEST_PLACES` are such.
+    the first counts with `FEWEST_PLACES` such places: the targets of a model that shifts them
+    itself come after what it is to read, and one that is trained answers with them. Nothing where
+    there is none.
 
     Args:
         given: the root's args and kwargs; a text is of integers, [batch, length].
@@ -51,8 +53,10 @@ def add_copied(given: Iterable[object], returned: object, rows: StepRows) -> Non
     across = max(1, math.ceil(samples * math.ceil(places / along) / PLACES))
     with torch.no_grad():
         answers = logits.detach()[::across, :-1:along].argmax(-1)
-        shares = [_share(answers, t[::across, :-1:along], t[::across, 1::along]) for t in texts]
-        rows.add_scalar(COPIED, torch.stack(shares).max())
+        shares = torch.stack(
+            [_share(answers, t[::across, :-1:along], t[::across, 1::along]) for t in texts]
+        )
+        rows.add_scalar(COPIED, shares.take((shares >= 0).int().argmax()))
 
 
 def _is_text(tensor: Tensor, logits: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import is_end
 from ddpprobe.ends.end import HUNG, RUNNING, UNDECIDED, End
 from ddpprobe.ends.evidence import UNKNOWN, Evidence
 from ddpprobe.ends.judge import judge
@@ -253,7 +253,7 @@ class RunWatch:
             self._keep_base(record)
 
     def _take_anomaly(self, a: Anomaly) -> None:
-        if a.detector == RANK_LOST:
+        if is_end(a):
             return  # the end is judged anew: it was told again, or is none any more
         self._anomalies[a.detector, a.step, a.micro, a.rank, a.module, a.kind, a.message] = a
 

@@ -74,6 +74,13 @@ def test_padding_and_what_else_stands_still_says_nothing() -> None:
     assert copied((mask, behind), logits_of(behind)) == 1
 
 
+def test_targets_that_are_given_beside_what_is_to_be_read_are_not_taken_for_it() -> None:
+    text, targets = text_of(4, 64), text_of(4, 64).flip(1)
+    assert copied((text, targets), logits_of(targets)) < 0.3
+    assert copied({"input_ids": text, "labels": targets}, logits_of(targets)) < 0.3
+    assert copied((text, targets), logits_of(text)) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "returned"),
     [
