@@ -11,6 +11,7 @@ from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.habits import HABITS
 from benchmarks.detection.habits_blind import HABITS_BLIND
+from benchmarks.detection.habits_blind_three import HABITS_BLIND_THREE
 from benchmarks.detection.habits_blind_two import HABITS_BLIND_TWO
 from benchmarks.detection.healthy import HEALTHY
 from benchmarks.detection.jobs import JOBS, PLANTED, QUIET
@@ -155,7 +156,7 @@ def test_each_of_the_later_sets_has_a_table_of_its_own_too(
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:
-    blind = (HABITS_BLIND, HABITS_BLIND_TWO)
+    blind = (HABITS_BLIND, HABITS_BLIND_TWO, HABITS_BLIND_THREE)
     groups = (FAULTS, UNLISTED, SHARDED, HEALTHY, BREADTH, HABITS, *blind, ZOO)
     assert len(JOBS) == sum(map(len, groups)) == len(PLANTED) + len(QUIET)
     assert all(kind.__name__ == name for name, kind in JOBS.items())

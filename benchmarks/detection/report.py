@@ -11,6 +11,7 @@ from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.fresh import FRESH
 from benchmarks.detection.habits import HABITS
 from benchmarks.detection.habits_blind import HABITS_BLIND
+from benchmarks.detection.habits_blind_three import HABITS_BLIND_THREE
 from benchmarks.detection.habits_blind_two import HABITS_BLIND_TWO
 from benchmarks.detection.healthy import HEALTHY, Healthy
 from benchmarks.detection.jobs import APART, PLANTED
@@ -183,6 +184,11 @@ begins at zero and only grows (W27), and windows of a growing series, which shar
 (W35). Both were mended since.
 """
 
+_BLIND_THREE = """20 more by a third one who had not read them, after that. When they were run first
+(seeds 0 and 1, both intervals) none of 80 runs had a page, and 2 a warning, of one kind: a model
+that is given its targets beside its input, and shifts them itself (W56). That was mended since.
+"""
+
 # What stands in a table of its own, the newest first, and what is said above it.
 _APART = (
     (SET_L, _SET_L),
@@ -276,6 +282,7 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("in other habits", HABITS, ""),
         ("written without the rules", HABITS_BLIND, _BLIND),
         ("written without the rules, once more", HABITS_BLIND_TWO, _BLIND_TWO),
+        ("written without the rules, a third time", HABITS_BLIND_THREE, _BLIND_THREE),
         ("of real architectures", ZOO, _ZOO),
     ):
         some = [o for o in apart if o.job in kinds]
