@@ -79,8 +79,10 @@ def is_end(anomaly: Anomaly) -> bool:
 
 def takes_back(anomaly: Anomaly, known: Anomaly) -> bool:
     """Whether an anomaly says that an end, which is known by now, is none."""
-    ends = anomaly.detector == known.detector == RANK_LOST and known.level != "info"
-    return ends and code_of(anomaly) == code_of(taken_back(known))
+    if not anomaly.detector == known.detector == RANK_LOST or known.level == "info":
+        return False
+    of_before = replace(known, level="info", first_cause=False)  # as it was until version 0.1
+    return code_of(anomaly) in {code_of(taken_back(known)), code_of(of_before)}
 
 
 def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:

@@ -427,7 +427,10 @@ def _ended(case: Case) -> End:
     Of a sys.exit() a rank knows nothing at the end of its interpreter: only its exit code tells.
     """
     inside = all(f.at_exit and f.clock and f.clock.phase != "data" for f in case.fates)
-    said = f"every rank came to its end{common_place(case.fates) if inside else ''}"
+    where = common_place(case.fates) if inside else ""
+    said = f"every rank came to its end{where}"
+    if where:
+        said += ": the script left its loop there, or caught an exception"
     if any(f.at_exit and f.how in {"", UNKNOWN} for f in case.fates):
         said += "; nobody saw with which exit code"
     return End(ENDED, step=last_step_of(case.fates), message=said)

@@ -262,8 +262,8 @@ def _dropped(said: list[LifeEvent]) -> dict[str, int]:
 def _status(rank: int, said: list[LifeEvent], deaths: list[Death], end: str) -> str:
     death = next((d for d in deaths if d.rank == rank), None)
     closed = [what.status for what in said if isinstance(what, ClosedEvent)]
-    if "ok" in closed:
-        return "closed"
+    if "ok" in closed and not (death is not None and death.signal.startswith("exit:")):
+        return "closed"  # what comes after its last word is torch's, but for an exit code
     if death is not None:
         return f"died ({death.signal})"
     if closed:

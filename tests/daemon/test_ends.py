@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import ddpprobe
 from ddpprobe.daemon import ends
 from ddpprobe.daemon.liveness import Exit
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import RANK_LOST, WENT_ON
 from ddpprobe.ends.end import HUNG, RUNNING
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import judge
@@ -95,6 +96,9 @@ def test_a_hang_is_the_first_cause_while_it_lasts_and_none_when_the_ranks_went_o
         assert told.anomalies[RANK_LOST, "page"] == 1
         kept = MergedReader(job.run).daemon_anomalies(0)
         assert [a.level for a in kept if a.detector == RANK_LOST] == ["info"]
+        (said,) = [a for a in ddpprobe.open(job.run.path).anomalies() if WENT_ON in a.values]
+        assert (said.detector, said.level, said.first_cause) == (RANK_LOST, "info", False)
+        assert said.message.endswith("; the ranks went on later")
 
 
 def test_ranks_that_stand_in_a_step_which_another_left_before_wait_for_that_one(
