@@ -21,7 +21,8 @@ class LossRunaway(LossDetector):
 
     What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up. The
     last of these is a page: a warning of weights, outputs or gradients that grew at once came at
-    the same time, so no harder data are behind it, and every further step is lost.
+    the same time, or the loss is a thousand times what it began with, so no harder data are behind
+    it, and every further step is lost.
     A loss that has been zero or negative, or begins at zero (a distance from where it began, as in
     GRPO), has no ratio and is not judged, and one that is still a small part of the first losses is
     not lost. Where all outputs together have more elements than
@@ -32,6 +33,7 @@ class LossRunaway(LossDetector):
 
     Args:
         ratio: how many times the best.
+        blown: how many times the best, and the mean of the first losses, from which it is a page.
         steps: steps for which it must last.
         samples: losses for which it must last.
         least: losses of the attempt before which there is no best.
@@ -51,15 +53,16 @@ class LossRunaway(LossDetector):
     )
 
     def __init__(
-        self, *, ratio: float = 3.0, steps: int = 15, samples: int = 3, least: int = 8,
-        small: float = 0.5, chance: float = 0.9, learned: float = 0.75, lost_steps: int = 30,
-        start: float = 1.5, above: int = 50, settle: int = 100,
+        self, *, ratio: float = 3.0, blown: float = 1000.0, steps: int = 15, samples: int = 3,
+        least: int = 8, small: float = 0.5, chance: float = 0.9, learned: float = 0.75,
+        lost_steps: int = 30, start: float = 1.5, above: int = 50, settle: int = 100,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, small=small, chance=chance, learned=learned, start=start)
+        above_zero(ratio=ratio, blown=blown, small=small)
+        above_zero(chance=chance, learned=learned, start=start)
         at_least(0, steps=steps, lost_steps=lost_steps, settle=settle)
         at_least(1, samples=samples, least=least, above=above)
         self._start, self._above, self._settle = start, above, settle
-        self._ratio, self._small = ratio, small
+        self._ratio, self._blown, self._small = ratio, blown, small
         self._steps, self._samples, self._least = steps, samples, least
         self._chance, self._learned, self._lost_steps = chance, learned, lost_steps
         self._reset()
@@ -145,7 +148,8 @@ class LossRunaway(LossDetector):
             "learning rate of that step, and resume from before it"
         )
         values = {"loss": mean, "best": self._best, "ratio": mean / self._best, "since": since}
-        return self.anomaly(record, "warn", message, values, phase="forward", step=step)
+        level = "page" if mean > self._blown * max(self._best, began) else "warn"
+        return self.anomaly(record, level, message, values, phase="forward", step=step)
 
 
 class _Lasting:

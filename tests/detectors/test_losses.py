@@ -44,6 +44,16 @@ def test_a_loss_that_begins_at_zero_but_for_rounding_only_grows() -> None:
     assert warn.detector == "loss_runaway"  # it began at a hundredth of that, not at zero
 
 
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("times", "level"), [(3e2, "warn"), (1e4, "page")])
+def test_a_loss_of_a_thousand_times_what_it_began_with_is_a_page(
+    every: int, times: float, level: str
+) -> None:
+    blown = [step(s, *(times * rank for rank in (2.0, 3.0))) for s in range(200, 250, every)]
+    (found,) = run(LossRunaway(), [*falling(200, every), *blown])
+    assert found.level == level
+
+
 def test_a_spike_is_told_at_once_with_its_numbers() -> None:
     stream = [*falling(200), step(200, 6.0, 4.0)]
     (warn,) = run(LossSpike(), stream)
