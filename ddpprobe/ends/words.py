@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.records.rank_names import ranks_joined
+
+# What gloo writes around what happened: its own line, and advice.
+_AROUND = re.compile(r"^\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by .*$", re.DOTALL)
 
 
 def how_of(fate: Fate) -> str:
@@ -87,7 +91,8 @@ def _was_killed(fate: Fate) -> bool:
 
 
 def _in_words(error: RaisedError) -> str:
-    text = f": {error.message}" if error.message else ""
+    message = _AROUND.sub("", error.message)
+    text = f": {message}" if message else ""
     at = f" at {error.where}" if error.where else ""
     while_ = f", while it handled {error.behind}" if error.behind else ""
     return f"{error.type}{text}{at}{while_}"

@@ -66,6 +66,20 @@ def verdict(*fates: Fate, **case: Any) -> End:
     return judge(Case(fates, **case))
 
 
+GLOO = RaisedError(
+    "RuntimeError", "[/__w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:86"
+    "14. This is typically caused by a remote worker crashing. Check the logs.", "a.py:9 in f",
+    True,
+)  # fmt: skip
+
+
+def test_of_what_gloo_says_only_what_happened_is_told() -> None:
+    end = judge(Case((fate(0, "exit:3"), raised(1, GLOO))))
+    (_, taken_along) = anomalies_of(end, Case((fate(0, "exit:3"), raised(1, GLOO))), 0)
+    said = "RuntimeError: Connection closed by peer [10.0.0.1]:8614 at a.py:9 in f"
+    assert taken_along.message.startswith(f"rank 1 died ({said}) in step 12")
+
+
 VERDICTS = {
     "two came to their end, and one made a call after as many steps": (
         [*(fate(r, "exit:0", at(40, "data"), closed=True) for r in (0, 1)),
