@@ -32,7 +32,7 @@ from ddpprobe.records.environment import (
 MOST_FILES, MOST_BYTES = 256, 1 << 20  # of the script's own; and of each, what is read
 MOST_TOLD = 64  # unlike environments that are told; those of other ranks are not known
 MOST_DIFFERENCES = 16  # that are marked on the first sampled step
-LONGEST = 80  # characters of a value
+LONGEST = 80  # characters of a name, or a value
 # What must be the same on all ranks: by another algorithm or protocol they wait for each other.
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO",
@@ -88,7 +88,7 @@ def look() -> dict[str, str]:
     found = {"python": platform.python_version(), **dict(_libraries()), **dict(_of_torch())}
     found |= {name: os.environ.get(name, NOTHING) for name in VARIABLES}
     found |= {f"{CODE}{name}": digest for name, digest in _own_code()}
-    return {name[:LONGEST]: value[:LONGEST] for name, value in found.items()}
+    return {_plain(name): _plain(value) for name, value in found.items()}
 
 
 def tellers(digests: Sequence[str]) -> dict[str, int]:
@@ -197,6 +197,11 @@ def _roots() -> list[str]:
 def _attributes(module: object) -> Mapping[str, Any]:
     """Return a module's own attributes, without calling what a lazy one would load."""
     return getattr(module, "__dict__", None) or {}
+
+
+def _plain(text: str) -> str:
+    """Return its end, without the half characters that a variable or a path may have."""
+    return text.encode(errors="backslashreplace").decode()[-LONGEST:]
 
 
 def _digest(of: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import sys
 import types
@@ -93,6 +94,13 @@ def test_switches_and_variables_are_told(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     now = look()
     assert [name for name in now if now[name] != before[name]] == ["cudnn.benchmark"]
+
+
+def test_what_is_no_text_and_what_is_long_is_told_as_far_as_it_can_be(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "a" * 99 + os.fsdecode(b"\xff"))
+    (value,) = (value for name, value in look().items() if name == "NCCL_ALGO")
+    assert value.endswith(r"aaa\udcff")
+    assert len(value.encode()) == environment.LONGEST
 
 
 def test_the_precision_of_products_may_be_set_in_two_ways(monkeypatch) -> None:
