@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ddpprobe
+from ddpprobe.cli.commands.info import lines
 from ddpprobe.rank import environment
 from ddpprobe.rank.environment import OwnEnvironment, compare, look, tell, tellers
 from ddpprobe.records.environment import SCALAR
@@ -202,6 +203,7 @@ def test_ranks_that_differ_are_named_in_the_log_the_run_and_a_verdict(
         return
     values = [{"value": "1.2", "ranks": [0, 2]}, {"value": "0.9", "ranks": [1]}]
     assert attempt["unlike"] == [{"name": "decoder", "values": values}]
+    assert "unlike decoder: 1.2 on ranks 0, 2, 0.9 on rank 1" in list(lines(run.info()))
     assert "unlike software: decoder: 1.2 on ranks 0, 2, 0.9 on rank 1" in done.stderr
     (warn,) = said
     assert (warn.level, warn.step, warn.rank) == ("warn", 0, 1)
