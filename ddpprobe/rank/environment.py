@@ -28,6 +28,7 @@ from ddpprobe.records.environment import (
     Unlike,
     differences,
 )
+from ddpprobe.rundir.fuse import Fuse
 
 MOST_FILES, MOST_BYTES = 256, 1 << 20  # of the script's own; and of each, what is read
 MOST_TOLD = 64  # unlike environments that are told; those of other ranks are not known
@@ -55,7 +56,7 @@ class OwnEnvironment:
 
     @cached_property
     def _is(self) -> dict[str, str]:
-        return look()
+        return Fuse("environment").guard(look)() or {}
 
     @cached_property
     def digest(self) -> str:
@@ -146,10 +147,11 @@ def _of_torch() -> Iterator[tuple[str, str]]:
     yield "matmul precision", _matmul_precision()
     yield "cudnn.benchmark", str(torch.backends.cudnn.benchmark)
     yield "cudnn.deterministic", str(torch.backends.cudnn.deterministic)
-    if not torch.cuda.is_initialized():
+    toolkit = torch.version.cuda or torch.version.hip
+    if toolkit is None or not torch.cuda.is_initialized():
         return
     yield GPU, torch.cuda.get_device_name()
-    yield "cuda", str(torch.version.cuda or torch.version.hip)
+    yield "cuda", str(toolkit)
     yield "cudnn", str(torch.backends.cudnn.version())
     if torch.distributed.is_nccl_available():
         yield "nccl", ".".join(map(str, torch.cuda.nccl.version()))

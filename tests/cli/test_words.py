@@ -207,10 +207,12 @@ def test_ends_name_their_attempt_where_there_were_several() -> None:
     well = Ending(2, Case(()), End(ENDED, message="every rank came to its end"))
     assert anomalies.told_ends([]) == anomalies.told_ends([well]) == []
     assert anomalies.told_ends([one]) == ["hung: no rank came on"]
-    assert anomalies.told_ends([one, well]) == ["attempt 0: hung: no rank came on"]
     assert anomalies.told_ends([one, two, well]) == [
         "attempt 0: hung: no rank came on", "attempt 1: hung: no rank came on",
+        "attempt 2: every rank came to its end",
     ]  # fmt: skip
+    gone_on = replace(well, end=End(RUNNING, message="it is under way"))
+    assert anomalies.told_ends([one, gone_on])[-1] == "attempt 2: it is under way"
 
 
 def test_an_end_that_a_verdict_tells_is_not_told_twice() -> None:

@@ -151,6 +151,16 @@ def test_how_many_files_are_read_is_bounded(script, monkeypatch) -> None:
     assert set(own_files()) == {"code/a.py", "code/b.py"}
 
 
+def test_a_look_that_fails_leaves_an_environment_of_which_nothing_is_known(monkeypatch) -> None:
+    def fail() -> dict[str, str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(environment, "look", fail)
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    own = OwnEnvironment(0)
+    assert own.meta({own.digest: 0}) == {"environment": {}, "environment_of": 0}
+
+
 def test_the_lowest_of_those_that_have_the_same_tells_it(monkeypatch) -> None:
     assert tellers(["a", "b", "a", "b", "c"]) == {"a": 0, "b": 1, "c": 4}
     assert len(tellers([str(rank) for rank in range(1000)])) == environment.MOST_TOLD
