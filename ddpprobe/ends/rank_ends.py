@@ -13,8 +13,8 @@ CLEAN = "exit:0"
 _ASKED = ("SIGTERM", "SIGINT", "SIGHUP")
 # By a convention of shells a process that ends because of a signal exits with 128 and its number.
 _ASKED_CODES = {"exit:143": "SIGTERM", "exit:130": "SIGINT", "exit:129": "SIGHUP"}
-# Signals that a process does not get by a fault of its own, and no launcher sends.
-SENT = {"SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGPWR"}
+# Signals that a process does not get by a fault, or a timer, of its own, and no launcher sends.
+SENT = {"SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR"}
 OWN_STOP = "AnomalyStop"  # what `install(on_anomaly="stop")` raises, on every rank
 INSIDE = {"forward", "optimizer"}  # phases that no script leaves but by an exception
 # What each rank's end is on its own.
