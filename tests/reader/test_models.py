@@ -193,6 +193,17 @@ def test_of_a_model_with_two_first_causes_at_once_the_first_line_is_one() -> Non
     assert len(first_of_models([two[0], replace(two[1], model="a")])) == 3
 
 
+@pytest.mark.parametrize(("rank", "one"), [(1, True), (0, False), (None, False)])
+def test_the_end_of_a_process_that_trained_all_models_is_one_end(
+    rank: int | None, one: bool
+) -> None:
+    lost = Anomaly("rank_lost", "page", 3, 0, 1, None, None, "step", True, "x", {}, True)
+    ends = [FirstOfModels("a", lost, 1.0, 2.0), FirstOfModels("b", replace(lost, rank=rank), 1, 2)]
+    head = first_of_models(ends)[0]
+    assert head.startswith("one end, of rank 1,") is one
+    assert head.startswith("which of these") is not one
+
+
 def test_anomalies_of_the_directory_says_between_which_it_is_not_known(
     call, tmp_path: Path
 ) -> None:

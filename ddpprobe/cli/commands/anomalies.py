@@ -28,6 +28,7 @@ from ddpprobe.cli.output import (
 )
 from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
+from ddpprobe.ends.anomalies import RANK_LOST
 from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
@@ -117,6 +118,9 @@ def first_of_models(firsts: list[FirstOfModels]) -> list[str]:
     rows = [(one.model, *row(one.anomaly)) for one in firsts]
     if len({one.model for one in firsts}) == 1:
         return ["first of all models:", *table(rows[:1])]
+    ends = {one.anomaly.rank for one in firsts if one.anomaly.detector == RANK_LOST}
+    if len(ends) == 1 and None not in ends and all(o.anomaly.detector == RANK_LOST for o in firsts):
+        return [f"one end, of rank {ends.pop()}, whose process trained all of these:", *table(rows)]
     return ["which of these was first is not known:", *table(rows)]
 
 
