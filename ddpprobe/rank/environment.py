@@ -167,12 +167,14 @@ def _matmul_precision() -> str:
 def _own_code() -> Iterator[tuple[str, str]]:
     """Yield path and digest of what is loaded from beside the script, or from where it runs."""
     roots = _roots()
+    pythons = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
     files: dict[str, Path] = {}
     for module in sys.modules.copy().values():
         file = _attributes(module).get("__file__")
         if isinstance(file, str) and file.endswith(".py"):
             root = next((root for root in roots if file.startswith(root)), None)
-            if root is not None and _INSTALLED.isdisjoint(Path(file).parts):
+            installed = file.startswith(pythons) or not _INSTALLED.isdisjoint(Path(file).parts)
+            if root is not None and not installed:
                 files[file.removeprefix(root)] = Path(file)
     for name in sorted(files)[:MOST_FILES]:
         try:
@@ -191,8 +193,7 @@ def _roots() -> list[str]:
             directories = [Path(script).parent, Path(script).resolve().parent, *directories]
     except OSError:  # the directory was deleted
         return []
-    # Of what runs at / or at home, everything would be its own; so would Python's.
-    others = {"/", os.environ.get("HOME"), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
+    others = {"/", os.environ.get("HOME")}  # of what runs there, everything would be its own
     return [f"{path}/" for path in directories if str(path) not in others]
 
 

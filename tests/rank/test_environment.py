@@ -121,6 +121,13 @@ def test_the_scripts_own_files_are_those_beside_it_and_where_it_runs(script, mon
     assert set(own_files()) == {"code/train.py", "code/models/gpt.py", "code/data.py"}
 
 
+def test_a_python_beside_the_script_is_not_its_own(script, monkeypatch) -> None:
+    stdlib = script.parent / "env" / "lib" / "python3"
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda _: str(stdlib))
+    load(monkeypatch, "json", stdlib / "json" / "__init__.py")
+    assert set(own_files()) == {"code/train.py"}
+
+
 def test_another_line_of_the_script_is_another_environment(script) -> None:
     before, was = own_files(), OwnEnvironment(0).digest
     script.write_text("lr = 0.01")
