@@ -89,7 +89,7 @@ def look() -> dict[str, str]:
     found = {"python": platform.python_version(), **dict(_libraries()), **dict(_of_torch())}
     found |= {name: os.environ.get(name, NOTHING) for name in VARIABLES}
     found |= {f"{CODE}{name}": digest for name, digest in _own_code()}
-    return {_plain(name): _plain(value) for name, value in found.items()}
+    return {_as_text(name): _as_text(value) for name, value in found.items()}
 
 
 def tellers(digests: Sequence[str]) -> dict[str, int]:
@@ -202,7 +202,7 @@ def _attributes(module: object) -> Mapping[str, Any]:
     return getattr(module, "__dict__", None) or {}
 
 
-def _plain(text: str) -> str:
+def _as_text(text: str) -> str:
     """Return its end, without the half characters that a variable or a path may have."""
     return text.encode(errors="backslashreplace").decode()[-LONGEST:]
 
