@@ -171,11 +171,11 @@ def _own_code() -> Iterator[tuple[str, str]]:
     files: dict[str, Path] = {}
     for module in sys.modules.copy().values():
         file = _attributes(module).get("__file__")
-        if isinstance(file, str) and file.endswith(".py"):
-            root = next((root for root in roots if file.startswith(root)), None)
-            installed = file.startswith(pythons) or not _INSTALLED.isdisjoint(Path(file).parts)
-            if root is not None and not installed:
-                files[file.removeprefix(root)] = Path(file)
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(pythons):
+            continue
+        root = next((root for root in roots if file.startswith(root)), None)
+        if root is not None and _INSTALLED.isdisjoint(Path(file).parts):
+            files[file.removeprefix(root)] = Path(file)
     for name in sorted(files)[:MOST_FILES]:
         try:
             with files[name].open("rb") as source:
