@@ -63,9 +63,8 @@ def _anomaly(record: StepRecord, numbers: dict[str, dict[int, float]]) -> Anomal
     names = [name.removeprefix(SCALAR) for name in sorted(numbers)]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     what = f"{', '.join(names[:MOST_NAMED])}{more}"
-    differ = "differs" if len(others) == 1 else "differ"
-    who = f"{ranks_text(others)} {differ} from {ranks_text(most)}" if most else ranks_text(others)
-    who = who if most else f"{who} differ"
+    who = f"{ranks_text(others)} {'differs' if len(others) == 1 else 'differ'}"
+    who += f" from {ranks_text(most)}" if most else ""
     message = (
         f"{who} in what they run on: {what}; `ddpprobe info` lists what each has; give all nodes "
         "one image, and one copy of the code"

@@ -42,6 +42,7 @@ from ddpprobe.ends.words import (
     describe,
     describe_left,
     died_of,
+    each_of,
     how_of,
     last_seen_in_words,
     last_step_of,
@@ -261,10 +262,10 @@ def _crashed(pool: list[Fate]) -> End:
     step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
     text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
     if len(pool) > 1 and _raised_alike(pool):
-        alike = f"of the same exception ({died_of(pool[0])}) {where_of(pool[0])}"
-        text = f"{ranks_of(pool)} died {alike}"
+        first = pool[0]
+        text = f"{ranks_of(pool)} died of the same exception ({died_of(first)}) {where_of(first)}"
     elif len(pool) > 1:
-        each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
+        each = each_of(map(describe, pool))
         text = f"{ranks_joined(f.rank for f in pool)} is the cause, and nothing says which: {each}"
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
 
@@ -316,8 +317,7 @@ def _left_behind(left: list[Fate], victims: list[Fate], said: str) -> End:
     They ended too early, if they are behind it. After as many steps it may as well have made a call
     too many.
     """
-    each = "; ".join(map(describe_left, left[:4])) + ("; ..." if len(left) > 4 else "")
-    text = f"{each}; {said}"
+    text = f"{each_of(map(describe_left, left))}; {said}"
     last = max((f.clock.key for f in left if f.clock and f.clock.phase == "data"), default=None)
     level = last is not None and all(f.clock is not None and f.clock.key <= last for f in victims)
     if level:
@@ -451,7 +451,7 @@ def _midway(case: Case) -> End | None:
         return None
     inside = within or inside
     step = last_step_of(inside)
-    each = "; ".join(place_of([f]) for f in inside[:4]) + ("; ..." if len(inside) > 4 else "")
+    each = each_of(place_of([f]) for f in inside)
     who = "no rank" if len(inside) == len(case.fates) else "not every rank"
     text = f"{who} came to the end of its step ({each}), and "
     raised = raised_in_words(inside)

@@ -10,6 +10,7 @@ from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.records.rank_names import ranks_joined
 
+MOST_SAID = 4  # ranks that are named, or of which each is told
 # What gloo writes around what happened: its own line, and advice.
 _AROUND = re.compile(r"^\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by .*$", re.DOTALL)
 
@@ -121,16 +122,14 @@ def common_place(fates: Iterable[Fate]) -> str:
     known = [f for f in fates if f.clock]
     calls = {within_of(f) for f in known}
     call = calls.pop() if len(calls) == 1 else ""
-    between = f"in {call} " if call else ""
-    within = f" ({call})" if call else ""
-    places = {_place(f, f.clock, between, within) for f in known if f.clock}
+    places = {_place(f, f.clock, call) for f in known if f.clock}
     return places.pop() if len(places) == 1 else ""
 
 
-def _place(fate: Fate, clock: Progress, between: str, within: str) -> str:
+def _place(fate: Fate, clock: Progress, call: str) -> str:
     if clock.phase != "data":
-        return f", in {clock.phase} of step {clock.step}{within}"
-    return f", {between}{where_of(fate)}"
+        return f", in {clock.phase} of step {clock.step}" + (f" ({call})" if call else "")
+    return f", in {call} {where_of(fate)}" if call else f", {where_of(fate)}"
 
 
 def within_of(fate: Fate) -> str:
@@ -160,7 +159,13 @@ def all_wait(fates: list[Fate]) -> bool:
 def ranks_of(fates: Iterable[Fate]) -> str:
     """Name ranks, or say how many they are."""
     ranks = [f.rank for f in fates]
-    return ranks_joined(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
+    return ranks_joined(ranks, "and") if len(ranks) <= MOST_SAID else f"{len(ranks)} ranks"
+
+
+def each_of(texts: Iterable[str]) -> str:
+    """Say the first of what is said of one rank each."""
+    said = list(texts)
+    return "; ".join([*said[:MOST_SAID], *(["..."] if len(said) > MOST_SAID else [])])
 
 
 def last_step_of(fates: Iterable[Fate]) -> int | None:

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, final
 
 import torch
 
+from ddpprobe.rank.frames import is_of_a_package, is_of_python
 from ddpprobe.records.environment import (
     CODE,
     GPU,
@@ -40,7 +40,6 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 logger = logging.getLogger("ddpprobe")
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @final
@@ -167,14 +166,13 @@ def _matmul_precision() -> str:
 def _own_code() -> Iterator[tuple[str, str]]:
     """Yield path and digest of what is loaded from beside the script, or from where it runs."""
     roots = _roots()
-    pythons = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
     files: dict[str, Path] = {}
     for module in sys.modules.copy().values():
         file = _attributes(module).get("__file__")
-        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(pythons):
+        if not isinstance(file, str) or not file.endswith(".py"):
             continue
         root = next((root for root in roots if file.startswith(root)), None)
-        if root is not None and _INSTALLED.isdisjoint(Path(file).parts):
+        if root is not None and not (is_of_python(file) or is_of_a_package(file)):
             files[file.removeprefix(root)] = Path(file)
     for name in sorted(files)[:MOST_FILES]:
         try:

@@ -1,10 +1,13 @@
-"""Frames of Python: who called whom, and how a line of code is named."""
+"""Frames of Python: who called whom, how a line of code is named, and whose its file is."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from types import CodeType, FrameType
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  (compared as text)
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -22,3 +25,13 @@ def module_of(frame: FrameType) -> str:
 def line_in_words(code: CodeType, line: int) -> str:
     """Return `file:line in function`."""
     return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"  # noqa: PTH119
+
+
+def is_of_a_package(file: str) -> bool:
+    """Whether a file was installed with a package."""
+    return any(name in file for name in _PACKAGES)
+
+
+def is_of_python(file: str) -> bool:
+    """Whether a file is of Python's own library, below which packages may be installed."""
+    return file.startswith(_STDLIB) and not is_of_a_package(file)

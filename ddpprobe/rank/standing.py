@@ -6,7 +6,6 @@ and whoever waits in C, for other ranks or for a disk, has let the interpreter g
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import final
 
 import torch
 
-from ddpprobe.rank.frames import line_in_words, module_of, stack
+from ddpprobe.rank.frames import is_of_python, line_in_words, module_of, stack
 from ddpprobe.records.events import StandsEvent
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir.heartbeat import Heartbeat
@@ -41,8 +40,6 @@ _CHECKPOINTS = {
 }  # fmt: skip
 _ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
 _OURS = ("torch.", "ddpprobe.")
-_STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  (compared as text)
-_PACKAGES = ("site-packages", "dist-packages")
 
 
 @final
@@ -123,5 +120,6 @@ def within(innermost: FrameType) -> str:
 
 def _is_the_scripts(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
-    return not (library or file.startswith("<frozen") or module_of(frame).startswith(_OURS))
+    return not (
+        is_of_python(file) or file.startswith("<frozen") or module_of(frame).startswith(_OURS)
+    )

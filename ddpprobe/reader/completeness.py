@@ -108,8 +108,7 @@ class Completeness:
     @property
     def complete(self) -> bool:
         """Whether a verdict on what is held is a verdict on the run, as far as it got."""
-        whole = bool(self.shares) and all(s.complete for s in self.shares)
-        return whole and not self.unsampled and not self.undecided
+        return self._whole and not self.unsampled and not self.undecided
 
     @property
     def unsampled(self) -> bool:
@@ -119,8 +118,12 @@ class Completeness:
     @property
     def empty(self) -> bool:
         """Whether all is held, and that is no sampled step: it is known that none was taken."""
-        whole = bool(self.shares) and all(s.complete for s in self.shares)
-        return self.unsampled and whole
+        return self.unsampled and self._whole
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all of each rank is held, and it said its last word or goes on."""
+        return bool(self.shares) and all(s.complete for s in self.shares)
 
     @property
     def sampled(self) -> int:

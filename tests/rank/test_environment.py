@@ -16,7 +16,7 @@ import torch
 
 import ddpprobe
 from ddpprobe.cli.commands.info import lines
-from ddpprobe.rank import environment
+from ddpprobe.rank import environment, frames
 from ddpprobe.rank.environment import OwnEnvironment, compare, look, tell, tellers
 from ddpprobe.records.environment import SCALAR
 
@@ -123,7 +123,7 @@ def test_the_scripts_own_files_are_those_beside_it_and_where_it_runs(script, mon
 
 def test_a_python_beside_the_script_is_not_its_own(script, monkeypatch) -> None:
     stdlib = script.parent / "env" / "lib" / "python3"
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda _: str(stdlib))
+    monkeypatch.setattr(frames, "_STDLIB", f"{stdlib}/")
     load(monkeypatch, "json", stdlib / "json" / "__init__.py")
     assert set(own_files()) == {"code/train.py"}
 

@@ -118,9 +118,10 @@ def first_of_models(firsts: list[FirstOfModels]) -> list[str]:
     rows = [(one.model, *row(one.anomaly)) for one in firsts]
     if len({one.model for one in firsts}) == 1:
         return ["first of all models:", *table(rows[:1])]
-    ends = {one.anomaly.rank for one in firsts if one.anomaly.detector == RANK_LOST}
-    if len(ends) == 1 and None not in ends and all(o.anomaly.detector == RANK_LOST for o in firsts):
-        return [f"one end, of rank {ends.pop()}, whose process trained all of these:", *table(rows)]
+    first = firsts[0].anomaly
+    alike = len({(one.anomaly.detector, one.anomaly.rank) for one in firsts}) == 1
+    if alike and first.detector == RANK_LOST and first.rank is not None:
+        return [f"one end, of rank {first.rank}, whose process trained all of these:", *table(rows)]
     return ["which of these was first is not known:", *table(rows)]
 
 

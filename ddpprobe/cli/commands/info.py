@@ -21,6 +21,7 @@ from ddpprobe.reader.text import (
     steps_in_words,
     wrapping,
 )
+from ddpprobe.records.environment import Unlike
 from ddpprobe.records.rank_names import numbers_text, ranks_text
 
 MOST_ORDERS = MOST_NOTES = MOST_UNLIKE = 20  # lines of an attempt
@@ -80,8 +81,8 @@ def _said(attempt: dict[str, Any]) -> Iterator[str]:
     if settings:
         yield f"detectors: {', '.join(settings)}"
     for unlike in attempt["unlike"][:MOST_UNLIKE]:
-        has = (f"{plain(v['value'])} on {ranks_text(v['ranks'])}" for v in unlike["values"])
-        yield f"unlike {plain(unlike['name'])}: {', '.join(has)}"
+        ranks = {v["value"]: v["ranks"] for v in unlike["values"]}
+        yield f"unlike {plain(Unlike(unlike['name'], ranks))}"
     if len(attempt["unlike"]) > MOST_UNLIKE:
         yield f"and {len(attempt['unlike']) - MOST_UNLIKE} more differ: --json has them all"
     if attempt["config"]:
