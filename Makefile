@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SBOM_EXTRAS := xarray,dask,pandas,polars,plot,parquet,web,cloud
 
 .PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-models test-versions test-mutants test-gpu \
-  test-wheel dist sbom check dashboards docs bench bench-detection clean system-packages
+  test-wheel dist sbom check dashboards docs bench bench-detection bench-baseline clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -94,6 +94,9 @@ bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/
 
 bench-detection: .venv-zoo/run.stamp  # planted faults and healthy runs: docs/detection.md; [QUICK=1] [MINUTES=60]
 	.venv-zoo/bin/python -m benchmarks.detection $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
+
+bench-baseline: .venv-zoo/run.stamp  # the same faults beside good runs: docs/baseline.md; after bench-detection
+	.venv-zoo/bin/python -m benchmarks.detection.beside_good
 
 clean:                           # remove what make and the demo have made
 	rm -rf .venv .venv-* .site .cache dist sbom ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants

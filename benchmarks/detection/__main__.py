@@ -53,7 +53,7 @@ def run_job(zygote: Zygote, key: Key, place: Path, kept: Kept) -> tuple[Outcome,
     name, seed, every = key
     found = kept.judged(key)
     if found is None:
-        found = _run(zygote, key, place)
+        found = record(zygote, key, place)
         kept.keep(key, *found)
     records, said = found
     planted = PLANTED.get(name)
@@ -64,13 +64,19 @@ def run_job(zygote: Zygote, key: Key, place: Path, kept: Kept) -> tuple[Outcome,
     return outcome, {rival: rule(records) for rival, rule in RIVALS.items()}
 
 
-def _run(zygote: Zygote, key: Key, place: Path) -> tuple[list[StepRecord], list[Anomaly]]:
-    """Return the records of a run, and what was said of it while it ran."""
+def record(
+    zygote: Zygote, key: Key, place: Path, launch: str = "benchmarks.detection.ranks:launch"
+) -> tuple[list[StepRecord], list[Anomaly]]:
+    """Return the records of a run, and what was said of it while it ran.
+
+    Raises:
+        RunFailed: a rank failed where nothing should have made it.
+    """
     name, seed, every = key
     directory = place / f"{name}-{seed}-{every}"
     directory.mkdir()
     try:
-        if zygote.call("benchmarks.detection.ranks:launch", name, seed, every, str(directory)):
+        if zygote.call(launch, name, seed, every, str(directory)):
             raise RunFailed(f"{name}, seed {seed}, every={every} failed, see above: no result")
         run = ddpprobe.open(directory / "run")
         return list(run.records()), run.anomalies()

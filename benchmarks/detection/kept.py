@@ -44,12 +44,20 @@ class Kept:
             pickle.dump((records, others), file)
         half.rename(self._file(key))
 
-    def judged(self, key: Key) -> tuple[list[StepRecord], list[Anomaly]] | None:
-        """Return the records of a run and what is said of it now; None if it is not kept."""
+    def kept(self, key: Key) -> tuple[list[StepRecord], list[Anomaly]] | None:
+        """Return the records of a run, and what no detector said of it; None if it is not kept."""
         if not self._file(key).exists():
             return None
         with gzip.open(self._file(key)) as file:
-            records, said = pickle.load(file)
+            found: tuple[list[StepRecord], list[Anomaly]] = pickle.load(file)
+        return found
+
+    def judged(self, key: Key) -> tuple[list[StepRecord], list[Anomaly]] | None:
+        """Return the records of a run and what is said of it now; None if it is not kept."""
+        found = self.kept(key)
+        if found is None:
+            return None
+        records, said = found
         suite = default_suite()
         found = [anomaly for record in records for anomaly in suite.update(record)]
         return records, [*found, *suite.finish(), *said]

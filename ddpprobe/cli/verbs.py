@@ -76,6 +76,9 @@ VERBS = {
     "compare": Verb(
         "Name the first step, site and statistic where two runs part", _READS, ANYWHERE
     ),
+    "baseline": Verb(
+        "Say where a run is outside of what good runs of the same job did", _READS, ANYWHERE
+    ),
     "top": Verb(
         "Watch a run while it trains: its ranks, its worst modules, its anomalies", _READS, HERE
     ),

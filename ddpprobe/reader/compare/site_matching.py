@@ -19,8 +19,8 @@ Place = tuple[Site, int]  # a site, and its row, which is its place in the execu
 _TABLES = 64  # pairs of site tables that are remembered; two runs have a handful
 # A loss is a mean over one rank's part of one micro-batch: what comes before the reduction is
 # scaled by how the batch was split. What comes after it is not.
-_BY_SPLIT = ("grad_output", "grad_input", "grad_local")
-_ONE_RANKS = ("partial", "unknown")
+BY_SPLIT = ("grad_output", "grad_input", "grad_local")
+ONE_RANKS = ("partial", "unknown")
 _MERGED = ("local", "sharded")
 OTHER_SPLIT = "gradients before the reduction, of a batch that was split in another way"
 PART_MISSING = "the part of a missing rank belongs to it"
@@ -144,9 +144,9 @@ def execution_order(sites: Sites) -> list[int]:
 
 
 def _obstacle(a: Site, b: Site, *, resplit: bool) -> str:
-    if resplit and a.kind in _BY_SPLIT:
+    if resplit and a.kind in BY_SPLIT:
         return OTHER_SPLIT
-    if a.placement in _ONE_RANKS or b.placement in _ONE_RANKS:
+    if a.placement in ONE_RANKS or b.placement in ONE_RANKS:
         return "" if a.placement == b.placement and not resplit else ONE_RANKS_PART
     return ""
 

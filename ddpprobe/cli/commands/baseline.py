@@ -1,0 +1,224 @@
+"""Say where a run is outside of what good runs of the same job did.
+
+For runs that need not agree in any number: other seeds, other data, another day. Of each statistic
+and scalar the levels of the good runs are a range; what lies well outside of it for long is named,
+the earliest first. Exits with 0 whether anything is outside or not: both are answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ddpprobe.cli import completion
+from ddpprobe.cli.names import shortened
+from ddpprobe.cli.output import report_gaps, say, say_json, table
+from ddpprobe.cli.progress import progress
+from ddpprobe.cli.run_argument import opened
+from ddpprobe.errors import RunError
+from ddpprobe.reader.baseline.deviations import STRETCHES, Deviation, Deviations, deviations
+from ddpprobe.reader.baseline.levels import LOOKS, Levels, Quantity
+from ddpprobe.reader.compare.run_differences import reasons
+from ddpprobe.reader.compare.timeline import length, timeline
+from ddpprobe.reader.run import Run
+from ddpprobe.reader.text import number, plain
+from ddpprobe.records.near_names import nearest
+
+MOST = 15  # rows of a table, names of a list; --json has all
+FEWEST = 2  # good runs: one alone does not say how far healthy runs are apart
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    for name, metavar, many, text in (
+        ("run", "RUN", None, "directory of the run in question"),
+        ("good", "GOOD", "+", "directories of runs that went well, two at least"),
+    ):
+        action = parser.add_argument(name, metavar=metavar, nargs=many, help=text)
+        action.completer = completion.runs  # type: ignore[attr-defined]  # argcomplete looks for it
+    parser.add_argument(
+        "--sites", default="*", metavar="GLOB", help="only FQN or FQN:kind, with * and ?"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print where the run is outside; 3 if one of the stores is damaged."""
+    if len(args.good) < FEWEST:
+        raise RunError(
+            f"one good run does not say how far healthy runs are apart: name {FEWEST} at least, or "
+            f"see where these two part: ddpprobe compare {args.good[0]} {args.run}"
+        )
+    mine, *others = (opened(path) for path in (args.run, *args.good))
+    total = sum(length(each) for each in (mine, *others)) or None
+    with progress("reading", total, silent=args.json) as bar:
+        own = _levels(mine, args.sites, None, bar.advance)
+        theirs = [_levels(other, args.sites, own.edges, bar.advance) for other in others]
+    lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
+    found = deviations(own, theirs)
+    if found.stretches < STRETCHES or not found.found:
+        if lost:  # it may well have been there
+            return report_gaps(lost)
+        raise _nothing_found(args, (mine, *others), (own, *theirs))
+    differing = _differing(mine, others)
+    if args.json:
+        say_json(as_json(args, own, found, differing))
+    else:
+        for line in lines(found, own, len(others), differing):
+            say(plain(line))
+    unknown = [f"{r.path}: {t}" for r in (mine, *others) for t in r.completeness().unknown()]
+    lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
+    return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
+
+
+def _levels(
+    run: Run, glob: str, edges: Sequence[int] | None, advance: Callable[[int], None]
+) -> Levels:
+    levels = Levels(glob, edges)
+    for record in timeline(run):
+        advance(1)
+        levels.take(record)
+    return levels
+
+
+def lines(
+    found: Deviations, own: Levels, others: int, differing: Sequence[tuple[str, str, str]]
+) -> Iterator[str]:
+    """Lay out the answer: the first that was outside, then all, then what may explain it."""
+    outside = found.outside
+    yield _verdict(found, others)
+    yield (
+        f"compared: {own.steps} sampled steps, from {found.first} through {found.last}; "
+        f"{len(found.found)} numbers, of which {len(outside)} were outside"
+    )
+    if outside:
+        shown = outside[:MOST]
+        names = shortened(plain(place(d.quantity)) for d in shown)
+        rows = [("from", "through", "where", "what", "this run", "the others", "times allowed")]
+        rows += [
+            (
+                str(d.first), "the end" if d.lasts else str(d.last), name, d.quantity.stat,
+                _short(d.value), _range(d), _times(d.excess),
+            )
+            for d, name in zip(shown, names, strict=True)
+        ]  # fmt: skip
+        yield from ("", "where it was outside, the earliest first")
+        yield from table(rows, right=(0, 1, 4, 5, 6))
+        if len(outside) > MOST:
+            yield f"... and {len(outside) - MOST} more: --json has them all"
+    if differing:
+        yield from ("", "what else differs")
+        yield from table([("", "this run", "the others"), *differing])
+    notes = list(_notes(found))
+    yield from ["", *notes] if notes else []
+
+
+def _verdict(found: Deviations, others: int) -> str:
+    first, *_ = found.outside or found.found
+    words = (
+        f"{place(first.quantity)}, {first.quantity.stat}, {_short(first.value)} against "
+        f"{_range(first)}"
+    )
+    if found.outside:
+        end = "on" if first.lasts else f"through {first.last}"
+        return f"outside of what {others} runs did, from step {first.first} {end}: {words}"
+    return (
+        f"within what {others} runs did: the farthest is {_times(first.excess)} of what is "
+        f"allowed, at step {first.first}: {words}"
+    )
+
+
+def place(quantity: Quantity) -> str:
+    """Name a site or a scalar."""
+    return quantity.scalar if quantity.site is None else str(quantity.site)
+
+
+def _range(d: Deviation) -> str:
+    low, high = _short(d.low), _short(d.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _short(level: float) -> str:
+    return number(float(f"{level:.3g}"))
+
+
+def _times(excess: float) -> str:
+    return "-" if math.isinf(excess) else f"{excess:.3g}"
+
+
+def _notes(found: Deviations) -> Iterator[str]:
+    if found.resplit:
+        yield (
+            "not compared (the batch is split over other ranks or micro-batches): gradients "
+            "before the reduction, and their norms"
+        )
+    for text, some in (("not in this run", found.missing), ("only in this run", found.added)):
+        names = list(dict.fromkeys(place(quantity) for quantity in some))
+        if names:
+            more = f", ... ({len(names)} in all)" if len(names) > MOST else ""
+            yield f"{text}: {', '.join(names[:MOST])}{more}"
+
+
+def _differing(run: Run, others: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """Return what the run was started with as none of the others: (name, its, theirs)."""
+    each = [{name: (a, b) for name, a, b in reasons(run, other)} for other in others]
+    common = set.intersection(*(set(one) for one in each))
+    return [
+        (name, each[0][name][0], " | ".join(dict.fromkeys(one[name][1] for one in each)))
+        for name in sorted(common)
+    ]
+
+
+def as_json(
+    args: argparse.Namespace, own: Levels, found: Deviations,
+    differing: Sequence[tuple[str, str, str]],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the object that `--json` prints; its fields are a contract (docs/reference/cli.md)."""
+    return {
+        "run": args.run,
+        "good": args.good,
+        "format_version": 1,
+        "steps": {"sampled": own.steps, "first": found.first, "last": found.last},
+        "compared": len(found.found),
+        "is_outside": bool(found.outside),
+        "outside": [_deviation(d) for d in found.outside],
+        "farthest": _deviation(found.found[0]),
+        "resplit": found.resplit,
+        "missing": [place(quantity) for quantity in found.missing],
+        "added": [place(quantity) for quantity in found.added],
+        "reasons": [{"name": name, "run": x, "good": y} for name, x, y in differing],
+    }
+
+
+def _deviation(d: Deviation) -> dict[str, Any]:
+    site = d.quantity.site
+    return {
+        "site": site and str(site), "fqn": site and site.fqn, "kind": site and site.kind,
+        "leaf": site and site.leaf, "scalar": d.quantity.scalar or None, "stat": d.quantity.stat,
+        "first": d.first, "last": d.last, "lasts": d.lasts,
+        "value": d.value, "low": d.low, "high": d.high, "excess": d.excess,
+    }  # fmt: skip
+
+
+def _nothing_found(
+    args: argparse.Namespace, runs: Sequence[Run], each: Sequence[Levels]
+) -> Exception:
+    """Say why there is nothing to compare."""
+    empty = [str(run.path) for run, levels in zip(runs, each, strict=True) if not levels.steps]
+    if empty:
+        return RunError(f"{' and '.join(empty)}: no step was sampled that can be compared")
+    if args.sites != "*" and not all(levels.quantities for levels in each):
+        known = [str(site) for run in runs for site in run.series("*", "numel").sites]
+        return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
+    if not set.intersection(*(set(levels.quantities) for levels in each)):
+        return RunError("no site and no scalar is in all of these runs: they are of other models")
+    steps = ", ".join(
+        f"{run.path} {levels.steps} through step {levels.last}"
+        for run, levels in zip(runs, each, strict=True)
+    )
+    return RunError(
+        f"too few sampled steps to compare: {STRETCHES * LOOKS} at least, of the same steps in all "
+        f"of them; these have {steps}"
+    )

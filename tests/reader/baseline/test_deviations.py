@@ -1,0 +1,321 @@
+"""What lies outside of good runs for long is named, and what healthy runs differ by is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpprobe.reader.baseline.deviations import Deviation, deviations
+from ddpprobe.reader.baseline.levels import (
+    BAD,
+    COUNT,
+    LOG_SQUARES,
+    LOG_SUM,
+    LOOKS,
+    MEAN,
+    NONFINITE,
+    POSITIVE,
+    RMS,
+    SQUARES,
+    SUM,
+    Levels,
+)
+from ddpprobe.records.step import COUNTS, Site, StepRecord
+
+from ...made_runs import Made
+
+KINDS = ("output", "grad")
+SITES = tuple(Site(f"blocks.{i}", kind, dtype="float32") for i in range(3) for kind in KINDS)
+ELEMENTS = 4096
+Bend = Callable[[int, dict[str, float]], Mapping[str, float]]
+
+
+def record(seed: int, step: int, bend: Bend = lambda _, named: named, rank: int = 0) -> StepRecord:
+    """A step of a run of that seed: rms, loss and the like around 1, 5 % apart; then what bends it.
+
+    `bend` takes the step and what there is by name, and returns it with changes.
+    """
+    own = np.random.default_rng([seed, 7])
+    noise = np.random.default_rng([seed, step, rank])
+    names = [*map(str, SITES), "loss", "forward_seconds"]
+    named = {
+        name: float(own.lognormal(0, 0.05) * noise.lognormal(0, 0.02)) for name in sorted(names)
+    }
+    bent = bend(step, named)
+    counts = np.zeros((len(SITES), len(COUNTS)), np.int64)
+    counts[:, [COUNTS.index("numel"), COUNTS.index("observed")]] = ELEMENTS, 1
+    values = np.zeros((len(SITES), 4))
+    for row, site in enumerate(SITES):
+        values[row] = -1, 1, 0, bent[str(site)] ** 2 * ELEMENTS
+        counts[row, COUNTS.index("nan")] = bent.get(f"{site} nan", 0)
+    scalars = {name: value for name, value in bent.items() if ":" not in name}
+    return StepRecord(
+        0, step, (rank,), 10**18 + step, sites=SITES, counts=counts, values=values,
+        scalars={rank: scalars},
+    )  # fmt: skip
+
+
+def levels(
+    seed: int, steps: int = 40, bend: Bend = lambda _, named: named, edges: list[int] | None = None
+) -> Levels:
+    out = Levels("*", edges)
+    for step in range(steps):
+        out.take(record(seed, step, bend))
+    return out
+
+
+def beside(
+    bend: Bend, goods: int = 2, steps: int = 40, of_good: int | None = None
+) -> list[Deviation]:
+    """What is outside in a run that is bent, beside good ones."""
+    run = levels(0, steps, bend)
+    others = [levels(seed, of_good or steps, edges=run.edges) for seed in range(1, goods + 1)]
+    return deviations(run, others).outside
+
+
+def scaled(name: str, by: float, first: int, last: int = 10**9) -> Bend:
+    def bend(step: int, named: dict[str, float]) -> Mapping[str, float]:
+        return {**named, name: named[name] * (by if first <= step <= last else 1.0)}
+
+    return bend
+
+
+@pytest.mark.parametrize("goods", [2, 3, 8])
+@pytest.mark.parametrize("by", [0.1, 10.0])
+@pytest.mark.parametrize("name", ["blocks.1:grad", "blocks.2:output", "loss"])
+def test_what_differs_from_a_step_on_is_named_alone_from_the_stretch_of_that_step_on(
+    name, by, goods
+):
+    (found,) = beside(scaled(name, by, first=16), goods)
+    quantity = found.quantity
+    assert (str(quantity.site) if quantity.site else quantity.scalar) == name
+    assert quantity.stat == (RMS if quantity.site else MEAN)
+    assert (found.first, found.last, found.lasts) == (16, 39, True)
+    assert found.low <= found.high
+    assert found.value == pytest.approx(by, rel=0.3)
+    assert not found.low <= found.value <= found.high
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_that_differ_as_the_good_ones_do_are_within(seed):
+    run = levels(1000 + seed)
+    others = [levels(seed * 10 + i, edges=run.edges) for i in range(2 + seed % 3)]
+    found = deviations(run, others)
+    assert found.outside == []
+    assert len(found.found) > len(SITES)
+
+
+def test_what_is_over_within_one_stretch_is_no_level():
+    assert beside(scaled("loss", 10, first=16, last=23)) == []
+    (found,) = beside(scaled("loss", 10, first=16, last=31))
+    assert (found.first, found.last, found.lasts) == (16, 31, False)
+
+
+def test_a_run_that_gets_to_a_place_one_stretch_later_is_within():
+    run = levels(0, bend=scaled("loss", 0.01, first=24))
+    others = [levels(i, bend=scaled("loss", 0.01, first=16), edges=run.edges) for i in (1, 2)]
+    assert deviations(run, others).outside == []
+
+
+def test_what_good_runs_do_not_agree_on_is_no_deviation():
+    def at(level: float) -> Bend:
+        return lambda _, named: {**named, "loss": level}
+
+    run = levels(0, bend=at(3.0))
+    apart = [levels(i, bend=at(x), edges=run.edges) for i, x in ((1, 1.0), (2, 2.0))]
+    near = [levels(i, bend=at(x), edges=run.edges) for i, x in ((1, 1.0), (2, 1.01))]
+    assert deviations(run, apart).outside == []
+    assert [d.quantity.scalar for d in deviations(run, near).outside] == ["loss"]
+
+
+@pytest.mark.parametrize("name", ["loss", "blocks.0:output nan"])
+def test_what_is_not_finite_here_and_always_was_there_is_outside_whatever_its_level(name):
+    def bend(step: int, named: dict[str, float]) -> Mapping[str, float]:
+        return {**named, name: (math.nan if name == "loss" else 5)} if step == 33 else named
+
+    found = {d.quantity.stat: d for d in beside(bend)}
+    if name == "loss":
+        assert found[MEAN].excess == math.inf
+    else:  # as a share it has a level, which one look does not make
+        assert found == {}
+
+    def lasting(step: int, named: dict[str, float]) -> Mapping[str, float]:
+        return {**named, "blocks.0:output nan": 5} if step >= 16 else named
+
+    (share,) = beside(lasting)
+    assert (share.quantity.stat, share.excess, share.high) == (NONFINITE, math.inf, 0)
+    assert share.value == pytest.approx(5 / ELEMENTS)
+
+
+def test_a_phase_that_takes_longer_is_outside_only_if_a_step_does():
+    def slow(name: str, of: float) -> Bend:
+        return lambda _, named: {**named, "backward_seconds": 1.0, name: of}
+
+    run = levels(0, bend=slow("forward_seconds", 0.4))
+    others = [levels(i, bend=slow("forward_seconds", 0.1), edges=run.edges) for i in (1, 2)]
+    assert deviations(run, others).outside == []
+    slower = levels(0, bend=slow("forward_seconds", 0.9))
+    assert [d.quantity.scalar for d in deviations(slower, others).outside] == ["forward_seconds"]
+
+
+def test_a_site_that_has_next_to_nothing_is_not_told_of():
+    def bend(rms: float) -> Bend:
+        return lambda _, named: {**named, "blocks.1:grad": rms}
+
+    run = levels(0, bend=bend(1e-9))
+    others = [levels(i, bend=bend(x), edges=run.edges) for i, x in ((1, 1e-12), (2, 1.1e-12))]
+    assert deviations(run, others).outside == []
+    run = levels(0, bend=bend(0.1))
+    assert [str(d.quantity.site) for d in deviations(run, others).outside] == ["blocks.1:grad"]
+
+
+def test_gradients_before_the_reduction_are_left_out_where_the_batch_is_split_otherwise():
+    def split(micros: float, kind: str) -> Levels:
+        out = Levels("*", None if micros == 1 else [0, 8, 16, 24, 32])
+        for step in range(40):
+            made = record(int(micros), step, lambda _, named: {**named, "micro_batches": micros})
+            sites = tuple(replace(site, kind=kind) for site in SITES[::2])
+            made = replace(
+                made, sites=sites, counts=made.counts[::2], values=made.values[::2] / micros
+            )
+            out.take(made)
+        return out
+
+    for kind, told in (("grad_local", []), ("output", [RMS] * 3)):
+        found = deviations(split(1, kind), [split(8, kind), split(9, kind)])
+        assert found.resplit
+        assert [d.quantity.stat for d in found.outside if d.quantity.site] == told
+
+
+def test_what_only_one_side_has_is_listed_and_not_compared():
+    run = levels(0, bend=lambda _, named: {**named, "mine": 1.0})
+    others = [
+        levels(i, bend=lambda _, named: {**named, "theirs": 1.0, f"of {i}": 1.0}, edges=run.edges)  # noqa: B023
+        for i in (1, 2)
+    ]
+    found = deviations(run, others)
+    assert [q.scalar for q in found.added] == ["mine"]
+    assert [q.scalar for q in found.missing] == ["theirs"]
+    assert found.outside == []
+
+
+def test_what_a_short_good_run_does_not_reach_is_not_compared():
+    assert beside(scaled("loss", 10, first=24), steps=40, of_good=24) == []
+    run = levels(0, 40)
+    found = deviations(run, [levels(1, 40, edges=run.edges), levels(2, 24, edges=run.edges)])
+    assert (found.first, found.last, found.stretches) == (0, 23, 3)
+
+
+def test_stretches_grow_with_the_run_and_stay_few():
+    run = Levels()
+    one = record(0, 0)
+    for step in range(5_000):
+        run.take(replace(one, step=step))
+    lengths = np.diff(run.edges)
+    assert lengths[0] == LOOKS
+    assert (lengths <= np.maximum(LOOKS, np.array(run.edges[1:]) / 10)).all()
+    assert len(run.edges) < 70
+
+
+@given(
+    st.lists(
+        st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, math.nan, math.inf])),
+        min_size=1, max_size=40,
+    )
+)  # fmt: skip
+@settings(max_examples=50, deadline=None)
+def test_what_is_kept_of_a_scalar_is_what_its_numbers_add_up_to(numbers):
+    run = Levels()
+    for step, x in enumerate(numbers):
+        run.take(record(0, step, lambda _, named, x=x: {**named, "mine": x}))
+    (key,) = (key for key, q in run.quantities.items() if q.scalar == "mine")
+    kept = run.table([key])[:, 0]
+    for at, first in enumerate(run.edges):
+        part = np.array(numbers[first : [*run.edges[1:], None][at]])
+        finite = part[np.isfinite(part)]
+        logs = np.log10(finite[finite > 0])
+        sums = [
+            len(finite),
+            finite.sum(),
+            (finite**2).sum(),
+            len(logs),
+            logs.sum(),
+            (logs**2).sum(),
+        ]
+        rows = [COUNT, SUM, SQUARES, POSITIVE, LOG_SUM, LOG_SQUARES]
+        np.testing.assert_allclose(kept[rows, at], sums, rtol=1e-9, atol=1e-9)
+        assert kept[BAD, at] == len(part) - len(finite)
+
+
+def write(path: Path, seed: int, bend: Bend = lambda _, named: named, steps: int = 40) -> Path:
+    made = Made(path)
+    made.write(record(seed, step, bend, rank) for step in range(steps) for rank in range(2))
+    made.close()
+    return path
+
+
+@pytest.fixture
+def goods(tmp_path: Path) -> list[Path]:
+    return [write(tmp_path / f"good-{seed}", seed) for seed in (1, 2)]
+
+
+def test_the_verb_says_first_what_was_outside_and_where_in_both_forms(tmp_path, goods, call):
+    bad = write(tmp_path / "bad", 0, scaled("blocks.1:grad", 20, first=16))
+    code, out, err = call("baseline", bad, *goods)
+    assert (code, err) == (0, "")
+    first, *rest = out.splitlines()
+    assert first.startswith("outside of what 2 runs did, from step 16 on: blocks.1:grad, rms, 2")
+    assert rest[0].startswith("compared: 40 sampled steps, from 0 through 39; ")
+    assert any(line.split()[:4] == ["16", "the", "end", "blocks.1:grad"] for line in rest)
+    code, out, _ = call("baseline", bad, *goods, "--json")
+    said = json.loads(out)
+    assert (code, said["is_outside"], said["steps"]) == (
+        0, True, {"sampled": 40, "first": 0, "last": 39},
+    )  # fmt: skip
+    (told,) = said["outside"]
+    assert (told["site"], told["stat"], told["first"], told["lasts"]) == (
+        "blocks.1:grad", "rms", 16, True,
+    )  # fmt: skip
+    assert said["farthest"] == told
+
+
+def test_the_verb_says_of_a_run_within_how_near_it_came_to_the_edge(tmp_path, goods, call):
+    code, out, err = call("baseline", write(tmp_path / "fine", 5), *goods)
+    assert (code, err) == (0, "")
+    assert out.startswith("within what 2 runs did: the farthest is 0.")
+    assert ", of which 0 were outside" in out
+
+
+def test_the_verb_tells_what_it_needs(tmp_path, goods, call):
+    run = write(tmp_path / "run", 3)
+    few = write(tmp_path / "few", 3, steps=9)
+    for words, told in (
+        (
+            (run, goods[0]),
+            f"name 2 at least, or see where these two part: ddpprobe compare {goods[0]} {run}",
+        ),
+        (
+            (few, *goods),
+            f"16 at least, of the same steps in all of them; these have {few} 9 through step 8",
+        ),
+        ((run, *goods, "--sites", "block*x"), "no site matches 'block*x'; nearest: blocks."),
+    ):
+        code, out, err = call("baseline", *words)
+        assert (code, out) == (2, "")
+        assert told in err
+
+
+def test_sites_alone_are_compared_if_some_are_asked_for(tmp_path, goods, call):
+    bad = write(tmp_path / "bad", 0, scaled("loss", 20, first=16))
+    assert "loss" in call("baseline", bad, *goods)[1].splitlines()[0]
+    code, out, _ = call("baseline", bad, *goods, "--sites", "blocks.*")
+    assert code == 0
+    assert out.startswith("within what 2 runs did")
