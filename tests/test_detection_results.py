@@ -171,7 +171,7 @@ def test_a_run_whose_records_are_kept_is_judged_by_the_detectors_of_now(tmp_path
 
 def test_a_run_that_is_kept_is_not_run_again(tmp_path: Path, monkeypatch) -> None:
     ran: list[Key] = []
-    monkeypatch.setattr(command, "_run", lambda _, key, __: ran.append(key) or ([], []))
+    monkeypatch.setattr(command, "record", lambda _, key, __: ran.append(key) or ([], []))
     for _ in range(2):
         found, _spoke = command.run_job(None, Key("H01", 0, 1), tmp_path, Kept(tmp_path, _now))
         assert (found.job, found.pages) == ("H01", ())

@@ -24,7 +24,8 @@ ESCAPE = b"\x1b"
 RUN = "ddpprobe-runs/run"
 LINES = {
     "ls": [], "info": [RUN], "anomalies": [RUN], "trace": [RUN, "--plot"], "verify": [RUN],
-    "collect": ["merged", RUN], "compare": [RUN, RUN], "top": [RUN, "--once"], "replay": [RUN],
+    "collect": ["merged", RUN], "compare": [RUN, RUN],
+    "baseline": [RUN, RUN, RUN], "top": [RUN, "--once"], "replay": [RUN],
     "report": [RUN, "-o", "page.html"], "export": [RUN, "--format", "csv"], "trigger": [RUN],
     "run": ["--"], "daemon": ["--dir", "nowhere"], "up": ["stack", "--no-start"],
 }  # fmt: skip

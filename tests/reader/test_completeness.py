@@ -129,7 +129,7 @@ def test_of_a_dead_journal_no_verb_says_that_all_is_well(
     assert said in err
     for verb in (["info"], ["verify"], ["trace", "--site", "*"], ["replay"],
                  ["report", "-o", tmp_path / "page.html"], ["export", "--format", "csv"],
-                 ["compare", made.path]):  # fmt: skip
+                 ["compare", made.path], ["baseline", made.path, made.path]):  # fmt: skip
         code, out, err = call(verb[0], made.path, *verb[1:])
         assert (verb, code) == (verb, 4)
         assert said in err

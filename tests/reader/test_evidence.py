@@ -27,7 +27,10 @@ from ..made_runs import ANOMALY, NODE, Made, bad, head_merge, record
 STEPS, FAULT, BLOCK = 20, 14, 4  # five blocks of the store, the fault amid the fourth
 PAGE = replace(ANOMALY, step=FAULT, rank=1, values={"nan": 3.0}, message="3 NaN of 8 elements")
 CLEAR = ("no anomalies", "No anomalies", "No page", "no page")
-VERBS = ("anomalies", "info", "trace", "replay", "report", "compare", "export", "verify", "top")
+VERBS = (
+    "anomalies", "info", "trace", "replay", "report", "compare", "baseline", "export", "verify",
+    "top",
+)  # fmt: skip
 OK, PAGED, DAMAGED, INCOMPLETE = 0, 1, 3, 4
 State = Callable[[Path], Path]
 
@@ -159,6 +162,7 @@ def test_every_verb_is_right_or_says_what_is_not_known(
     path = STATES[state](tmp_path / "run")
     page = tmp_path / "page.html"
     more = {"trace": ["--site", "*"], "report": ["-o", str(page)], "compare": [str(path)],
+            "baseline": [str(path), str(path)],
             "export": ["--format", "csv"], "top": ["--once"]}  # fmt: skip
     said = {}
     for verb in VERBS:

@@ -62,6 +62,7 @@ VERBS = {
     "trace": ["trace", "--site", "blocks.0.mlp"],
     "trace of a rank": ["trace", "--site", "blocks.*", "--rank", "1", "--stat", "sum"],
     "compare": ["compare"],
+    "baseline": ["baseline"],
     "export": ["export", "--format", "csv", "-o"],
     "report": ["report", "-o"],
 }
@@ -137,7 +138,8 @@ def positions(opened: list[str]) -> list[int]:
 
 def words(verb: str, run: RunDir, tmp_path: Path) -> list[str]:
     first, *rest = VERBS[verb]
-    more = {"compare": [str(run.path)], "report": [str(tmp_path / "page.html")],
+    more = {"compare": [str(run.path)], "baseline": 2 * [str(run.path)],
+            "report": [str(tmp_path / "page.html")],
             "export": [str(tmp_path / "table")]}  # fmt: skip
     return [first, str(run.path), *([*rest, *more.get(verb, [])])]
 

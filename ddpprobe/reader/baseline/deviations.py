@@ -93,7 +93,8 @@ class Deviations:
     Attributes:
         found: of each quantity that all of them have, the farthest outside first.
         first, last: the steps from and through which they are compared.
-        stretches: how many stretches of steps that is; nothing is found in less than `STRETCHES`.
+        stretches: how many stretches of steps all of them hold; in less than `STRETCHES` nothing is
+            found.
         resplit: the batch is split over other ranks or micro-batches; what depends on it is left
             out.
         missing: what all others have, and the run has not.
@@ -127,21 +128,23 @@ def deviations(run: Levels, others: Sequence[Levels]) -> Deviations:
         for levels in everyone
     ]
     keys = [key for key in run.quantities if all(key in names for names in named)]
-    stretches = 0
-    while all(levels.looks(stretches) >= _ENOUGH for levels in everyone):
-        stretches += 1
-    ends = [*(edge - 1 for edge in run.edges[1:]), run.last][:stretches]
+    stretches = list(zip(run.edges, [*(edge - 1 for edge in run.edges[1:]), run.last], strict=True))
+    held = [
+        at
+        for at in range(len(stretches))
+        if all(levels.looks(at) >= _ENOUGH for levels in everyone)
+    ]
     found: list[Deviation] = []
-    if stretches >= STRETCHES:
-        kept = np.stack([levels.table(keys)[..., :stretches] for levels in everyone], axis=1)
+    if len(held) >= STRETCHES:
+        kept = np.stack([levels.table(keys)[..., held] for levels in everyone], axis=1)
         compared = _Compared([run.quantities[key] for key in keys], kept)
-        found += compared.deviations(run.edges, ends)
+        found += compared.deviations([stretches[at] for at in held])
     known, by_all = set.union(*named[1:]), set.intersection(*named[1:])
     return Deviations(
         found=sorted(found, key=lambda d: -d.excess),
-        first=run.edges[0] if run.edges else -1,
-        last=min((*ends[-1:], *(levels.last for levels in everyone))),
-        stretches=stretches,
+        first=stretches[held[0]][0] if held else -1,
+        last=min((*(stretches[at][1] for at in held[-1:]), *(x.last for x in everyone))),
+        stretches=len(held),
         resplit=is_resplit,
         missing=[others[0].quantities[key] for key in sorted(by_all - named[0])],
         added=[run.quantities[key] for key in sorted(named[0] - known)],
@@ -177,21 +180,23 @@ class _Compared:
         self._high = _widened(np.fmax.reduce(self._theirs), np.fmax)
         self._bad: Mask = (kept[BAD, 0] > 0) & (kept[BAD, 1:].sum(axis=0) == 0)
 
-    def deviations(self, starts: Sequence[int], ends: Sequence[int]) -> Iterator[Deviation]:
-        """Yield how far each quantity was outside; so the stretches start and end, both within."""
+    def deviations(self, stretches: Sequence[tuple[int, int]]) -> Iterator[Deviation]:
+        """Yield how far each quantity was outside; stretches are from and through these steps."""
         excess = self._excess()
         outside = excess > 1
         for i, at in enumerate(excess.argmax(axis=1).tolist()):
             first = last = at
             while first > 0 and outside[i, first - 1]:
                 first -= 1
-            while last + 1 < len(ends) and outside[i, last + 1]:
+            while last + 1 < len(stretches) and outside[i, last + 1]:
                 last += 1
             levels = (float(x[i, at]) for x in (self._own, self._low, self._high))
             value, low, high = (10**x if self._logs[i] else x for x in levels)
             yield Deviation(
-                self._quantities[i], starts[first], ends[last], last + 1 == len(ends),
-                value, low, high, float(excess[i, at]),
+                quantity=self._quantities[i],
+                first=stretches[first][0], last=stretches[last][1],
+                lasts=last + 1 == len(stretches),
+                value=value, low=low, high=high, excess=float(excess[i, at]),
             )  # fmt: skip
 
     def _excess(self) -> Floats:

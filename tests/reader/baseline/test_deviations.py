@@ -214,6 +214,15 @@ def test_what_a_short_good_run_does_not_reach_is_not_compared():
     assert (found.first, found.last, found.stretches) == (0, 23, 3)
 
 
+def test_the_steps_that_a_good_run_holds_no_more_are_not_compared():
+    run = levels(0, bend=scaled("loss", 10, first=0, last=15))
+    others = [levels(1, edges=run.edges), Levels(edges=run.edges)]
+    for step in range(16, 40):
+        others[1].take(record(2, step))
+    found = deviations(run, others)
+    assert (found.first, found.last, found.stretches, found.outside) == (16, 39, 3, [])
+
+
 def test_stretches_grow_with_the_run_and_stay_few():
     run = Levels()
     one = record(0, 0)
