@@ -33,7 +33,6 @@ from ddpprobe.records.step import STEP_PHASES
 IN_FLIGHT = 2
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 NOTHING_SAMPLED = "nothing to judge: no step was sampled"
-_HOW_IT_ENDED = "how it ended"  # of one rank
 _UPLOADED = (
     "the daemon of each node uploads what it has committed, records about a minute late; what does "
     "not arrive lies on that node, where `ddpprobe info` says how to finish the upload"
@@ -52,6 +51,7 @@ class RankShare:
         sampled: sampled steps that it took, at least.
         last_held: the newest of those held; None without any.
         reached: the step that it said last it was in; None if it said nothing.
+        left: it was seen to exit with 0, and left no last word.
         began: the first step that it trained; None if it said of none, or not where in a step it
             was last.
         end: `closed`, `died`, `running` or `unknown`.
@@ -71,6 +71,7 @@ class RankShare:
     blind: bool = False
     blown: str = ""
     began: int | None = None
+    left: bool = False
 
     @property
     def missing(self) -> int:
@@ -144,15 +145,16 @@ class Completeness:
                 "nothing is held of any rank: none has begun, or its journals and store are gone"
             ]
         several = len(self.world) > 1
-        texts: dict[tuple[int, str], list[RankShare]] = {}
+        texts: dict[tuple[int, str, str], list[RankShare]] = {}
         for share in self.shares:
-            for text in self._lacks(share):
-                texts.setdefault((share.attempt, text), []).append(share)
+            lacks = [(text, text) for text in self._lacks(share)]
+            for of_one, of_several in [*lacks, *self._lacks_end(share)]:
+                texts.setdefault((share.attempt, of_one, of_several), []).append(share)
         said = []
-        for (attempt, text), shares in texts.items():
+        for (attempt, of_one, of_several), shares in texts.items():
             where = f"attempt {attempt}, " if several else ""
-            lacks = text.replace(_HOW_IT_ENDED, "how each ended") if len(shares) > 1 else text
-            said.append(f"{where}{ranks_text(s.rank for s in shares)}{lacks}")
+            text = of_several if len(shares) > 1 else of_one
+            said.append(f"{where}{ranks_text(s.rank for s in shares)}{text}")
         if self.unsampled and not said:
             said.append(
                 "the run took no sampled step: it ended within the first one, no optimizer of the "
@@ -182,7 +184,7 @@ class Completeness:
                 yield of
 
     def _lacks(self, share: RankShare) -> Iterator[str]:
-        of = f" of {self.world[share.attempt]}" if share.elsewhere else ""
+        of = self._of_all(share)
         if share.elsewhere and not share.held:
             at = f" (rank 0 ran on {self.host})" if self.host else ""
             if self.url:
@@ -198,19 +200,33 @@ class Completeness:
                 f"{of}: the optimizer stepped, but no training forward of the model was seen, so "
                 "nothing is recorded: install() on the module that the loop calls"
             )
-        last = "" if share.last_held is None else f", the last one step {share.last_held}"
         if share.blown:
             yield (
                 f"{of}: a part of ddpprobe failed and switched itself off ({share.blown}), so what "
-                f"came after that is not recorded; {_count(share.held)} held{last}"
+                f"came after that is not recorded; {_held(share)}"
             )
         if share.missing:
             reached = "" if share.reached is None else f"; it was last in step {share.reached}"
-            yield f"{of}: {share.held} of {share.sampled} sampled steps are held{last}{reached}"
-        if share.end == UNKNOWN:
-            known = "on its own node" if share.elsewhere else "not known"
-            held = f"{_count(share.held)} held{last}"
-            yield f"{of}: {_HOW_IT_ENDED} is {known}; {held}"
+            held = f"{share.held} of {share.sampled} sampled steps are held{_last(share)}"
+            yield f"{of}: {held}{reached}"
+
+    def _lacks_end(self, share: RankShare) -> Iterator[tuple[str, str]]:
+        """Yield what is not known of a rank's end: as it is said of one, and of several alike."""
+        if share.end != UNKNOWN or (share.elsewhere and not share.held):
+            return
+        of, held = self._of_all(share), _held(share)
+        if share.left:
+            text = "left with exit code 0 and without a last word, so there may have been more"
+            yield f"{of}: it {text}; {held}", f"{of}: each {text}; {held}"
+            return
+        known = "on its own node" if share.elsewhere else "not known"
+        yield (
+            f"{of}: how it ended is {known}; {held}",
+            f"{of}: how each ended is {known}; {held}",
+        )
+
+    def _of_all(self, share: RankShare) -> str:
+        return f" of {self.world[share.attempt]}" if share.elsewhere else ""
 
 
 def is_partial(merged_reader: MergedReader, attempt: int) -> bool:
@@ -258,11 +274,12 @@ def _elsewhere(merged_reader: MergedReader, attempt: int) -> set[int]:
 class _Word:
     """What a rank, or its daemon, said of it last; `exact`: it took so many and no more.
 
-    `fell`: other ranks saw it end, and not as one that comes to its end.
+    `fell`: other ranks saw it end, and not as one that comes to its end; `left`: with exit code 0.
     """
 
     end: str = ""
     fell: bool = False
+    left: bool = False
     sampled: int = 0
     exact: bool = False
     reached: int | None = None
@@ -306,6 +323,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
                 int(steps[-1]) if count else None, word.reached,
                 word.end or (DIED if word.fell else RUNNING if live else UNKNOWN), rank in absent,
                 blind=word.blind and not sampled_steps, blown=word.blown, began=word.began,
+                left=word.left,
             )
         )  # fmt: skip
     return found
@@ -348,6 +366,7 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
             words[rank].end = DIED
         case PeerExitEvent(rank=rank, how=how) if rank in words:
             words[rank].fell |= how not in {UNKNOWN, CLEAN}
+            words[rank].left |= how == CLEAN
         case LastBeatsEvent(ranks=ranks):
             for rank in ranks.keys() & words.keys():
                 beat = ranks[rank]
@@ -355,5 +374,10 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
                 words[rank].take_place(beat.step, beat.steps, beat.state)
 
 
-def _count(steps: int) -> str:
-    return f"{steps} sampled step{' is' if steps == 1 else 's are'}"
+def _held(share: RankShare) -> str:
+    are = "step is" if share.held == 1 else "steps are"
+    return f"{share.held} sampled {are} held{_last(share)}"
+
+
+def _last(share: RankShare) -> str:
+    return "" if share.last_held is None else f", the last one step {share.last_held}"

@@ -320,6 +320,19 @@ def test_the_end_of_a_rank_that_another_one_saw_fall_is_known(
     made.close(cleanly=False)
     shares = open_run(made.path).completeness().shares
     assert [share.end for share in shares] == [UNKNOWN, end]
+    told = next((text for text in open_run(made.path).completeness().unknown() if "1" in text), "")
+    left = "rank 1: it left with exit code 0 and without a last word, so there may have been more"
+    assert told.startswith(left) == (how == "exit:0")
+
+
+def test_ranks_that_were_seen_to_leave_are_told_of_in_one(tmp_path: Path) -> None:
+    made = Made(tmp_path / "run", ranks=3).whole(6)
+    for rank in (1, 2):
+        seen = {"event": "peer_exit", "rank": rank, "how": "exit:0", "alive": [0], "time_ns": 5}
+        made.writer(0).append_json(framing.LIFE, seen)
+    made.close(cleanly=False)
+    _, told = open_run(made.path).completeness().unknown()
+    assert told.startswith("ranks 1-2: each left with exit code 0 and without a last word, ")
 
 
 def test_the_head_s_own_directory_keeps_its_verdict_and_names_what_is_elsewhere(
