@@ -153,6 +153,8 @@ class Run(RunNumbers):
         `changed`: what was typed to start it, by `records.events.CommandEvent`; None if no daemon
         saw it alive), `environment` (what its lowest rank runs on: name -> value), `unlike` (in
         what ranks differ: `name`, `values`: `value` and `ranks`, those of most ranks first),
+        `changed` (in what the environment is another one than that of the attempt before: `name`,
+        `before`, `now`),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),

@@ -8,7 +8,9 @@ import os
 import re
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ def summarize(
     """Return what `Run.info` documents."""
     live = held.live
     attempts = [_attempt(merged_reader, ending, held) for ending in endings]
+    for before, now in pairwise(attempts):
+        now["changed"] = _changed(before["environment"], now["environment"])
     first = [s["steps"]["first"] for s in attempts if s["steps"]["first"] is not None]
     last = [s["steps"]["last"] for s in attempts if s["steps"]["last"] is not None]
     deaths = [s["first_death"] for s in attempts if s["first_death"]]
@@ -154,6 +158,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
         **_notes(events),
         "command": _command(events),
         **_environment(facts),
+        "changed": [],
         "detectors": recorded(merged_reader.rank_meta(attempt).get("detectors")),
         "sealed": bool(sealed) and not unsealed,
         "unsealed": unsealed,
@@ -188,6 +193,15 @@ def _environment(facts: list[RankFacts]) -> dict[str, Any]:
             for name, by in found
         ],
     }
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return what an attempt runs on and the one before it did not; as far as both tell it."""
+    return [
+        {"name": name, "before": before[name], "now": now[name]}
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
 
 
 def _pace(events: list[Event]) -> dict[str, Any] | None:

@@ -85,6 +85,11 @@ def _said(attempt: dict[str, Any]) -> Iterator[str]:
         yield f"unlike {plain(Unlike(unlike['name'], ranks))}"
     if len(attempt["unlike"]) > MOST_UNLIKE:
         yield f"and {len(attempt['unlike']) - MOST_UNLIKE} more differ: --json has them all"
+    for change in attempt["changed"][:MOST_UNLIKE]:
+        name, was, now = (plain(change[key]) for key in ("name", "before", "now"))
+        yield f"since the attempt before: {name}: {now}, it was {was}"
+    if len(attempt["changed"]) > MOST_UNLIKE:
+        yield f"and {len(attempt['changed']) - MOST_UNLIKE} more changed: --json has them all"
     if attempt["config"]:
         yield f"config: {', '.join(f'{plain(k)}={plain(v)}' for k, v in attempt['config'].items())}"
     for note in attempt["notes"][:MOST_NOTES]:

@@ -29,6 +29,47 @@ class Elsewhere(Made):
         return {**super()._meta(rank), **said}
 
 
+@dataclass
+class RunsOn(Made):
+    """An attempt whose lowest rank says what it runs on."""
+
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def _meta(self, rank: int) -> dict[str, Any]:
+        said = {
+            "environment_of": 0,
+            **({"environment": dict(self.environment)} if not rank else {}),
+        }
+        return {**super()._meta(rank), **said}
+
+
+def test_what_an_attempt_runs_on_is_compared_with_the_one_before_it(
+    call: Call, tmp_path: Path
+) -> None:
+    for attempt, environment in enumerate(
+        (
+            {"torch": "2.12", "code/train.py": "aa", "numpy": "2"},
+            {"torch": "2.13", "code/train.py": "bb", "wandb": "1", "numpy": "2"},
+            {"torch": "2.13", "code/train.py": "bb", "numpy": "2"},
+        )
+    ):
+        told = RunsOn(tmp_path / "run", attempt=attempt, environment=tuple(environment.items()))
+        path = told.whole(3).close().path
+    assert [attempt["changed"] for attempt in ddpprobe.open(path).info()["attempts"]] == [
+        [],
+        [
+            {"name": "code/train.py", "before": "aa", "now": "bb"},
+            {"name": "torch", "before": "2.12", "now": "2.13"},
+        ],
+        [],
+    ]
+    said = [line for line in call("info", path)[1].splitlines() if line.startswith("since")]
+    assert said == [
+        "since the attempt before: code/train.py: bb, it was aa",
+        "since the attempt before: torch: 2.13, it was 2.12",
+    ]
+
+
 def test_a_rank_that_lacks_one_step_of_many_is_not_said_to_be_complete(
     call: Call, tmp_path: Path
 ) -> None:
