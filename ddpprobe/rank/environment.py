@@ -13,9 +13,9 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -40,6 +40,13 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 logger = logging.getLogger("ddpprobe")
+
+
+class _Loaded(NamedTuple):
+    """What is loaded: versions of libraries, and the script's own files by their paths below it."""
+
+    versions: dict[str, str]
+    files: dict[str, Path]
 
 
 @final
@@ -85,9 +92,10 @@ def look() -> dict[str, str]:
 
     Only what is loaded is known, so it costs no import: a few milliseconds.
     """
-    found = {"python": platform.python_version(), **dict(_libraries()), **dict(_of_torch())}
+    loaded = _loaded(tuple(sys.modules.copy()), tuple(_roots()))
+    found = {"python": platform.python_version(), **loaded.versions, **dict(_of_torch())}
     found |= {name: os.environ.get(name, NOTHING) for name in VARIABLES}
-    found |= {f"{CODE}{name}": digest for name, digest in _own_code()}
+    found |= {f"{CODE}{name}": digest for name, digest in _digests(loaded.files)}
     return {_as_text(name): _as_text(value) for name, value in found.items()}
 
 
@@ -132,14 +140,6 @@ def tell(found: Sequence[Unlike]) -> None:
         )  # fmt: skip
 
 
-def _libraries() -> Iterator[tuple[str, str]]:
-    for name, module in sorted(sys.modules.copy().items()):
-        if "." not in name and name[:1] != "_" and name not in sys.stdlib_module_names:
-            version = _attributes(module).get("__version__")
-            if isinstance(version, str):
-                yield name, version
-
-
 def _of_torch() -> Iterator[tuple[str, str]]:
     yield "default dtype", str(torch.get_default_dtype())
     yield "deterministic algorithms", str(torch.are_deterministic_algorithms_enabled())
@@ -163,23 +163,38 @@ def _matmul_precision() -> str:
         return "set in two ways"
 
 
-def _own_code() -> Iterator[tuple[str, str]]:
-    """Yield path and digest of what is loaded from beside the script, or from where it runs."""
-    roots = _roots()
-    files: dict[str, Path] = {}
-    for module in sys.modules.copy().values():
-        file = _attributes(module).get("__file__")
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        root = next((root for root in roots if file.startswith(root)), None)
-        if root is not None and not (is_of_python(file) or is_of_a_package(file)):
-            files[file.removeprefix(root)] = Path(file)
-    for name in sorted(files)[:MOST_FILES]:
+@lru_cache(1)
+def _loaded(names: tuple[str, ...], roots: tuple[str, ...]) -> _Loaded:
+    """Return what these modules say: found once, as a script installs a probe for each model."""
+    versions, files = {}, {}
+    for name in names:
+        attributes = _attributes(sys.modules.get(name))
+        version, file = (attributes.get(key) for key in ("__version__", "__file__"))
+        is_a_library = "." not in name and name[:1] != "_" and name not in sys.stdlib_module_names
+        if is_a_library and isinstance(version, str):
+            versions[name] = version
+        if isinstance(file, str) and file.endswith(".py"):
+            root = next((root for root in roots if file.startswith(root)), None)
+            if root is not None and not (is_of_python(file) or is_of_a_package(file)):
+                files[file.removeprefix(root)] = file
+    return _Loaded(versions, {name: Path(files[name]) for name in sorted(files)[:MOST_FILES]})
+
+
+def _digests(files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yield the names of files, and what they are now."""
+    for name, file in files.items():
         try:
-            with files[name].open("rb") as source:
-                yield name, _digest(source.read(MOST_BYTES))
+            of = file.stat()
+            yield name, _digest_of_file(file, (of.st_mtime_ns, of.st_size, of.st_ino))
         except OSError:  # it is gone, or not to be read: nobody can compare it
             continue
+
+
+@lru_cache(MOST_FILES)
+def _digest_of_file(file: Path, _state: tuple[int, int, int]) -> str:
+    """Return the digest of what a file begins with, read once for each state that it was in."""
+    with file.open("rb") as source:
+        return _digest(source.read(MOST_BYTES))
 
 
 def _roots() -> list[str]:

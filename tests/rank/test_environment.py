@@ -128,6 +128,14 @@ def test_a_python_beside_the_script_is_not_its_own(script, monkeypatch) -> None:
     assert set(own_files()) == {"code/train.py"}
 
 
+def test_what_is_loaded_later_is_seen_by_the_next_probe(script, monkeypatch) -> None:
+    assert set(own_files()) == {"code/train.py"}
+    monkeypatch.setitem(sys.modules, "late", types.SimpleNamespace(__version__="3"))
+    load(monkeypatch, "data", script.parent / "data.py")
+    assert set(own_files()) == {"code/train.py", "code/data.py"}
+    assert look()["late"] == "3"
+
+
 def test_another_line_of_the_script_is_another_environment(script) -> None:
     before, was = own_files(), OwnEnvironment(0).digest
     script.write_text("lr = 0.01")
