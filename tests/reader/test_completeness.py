@@ -127,9 +127,10 @@ def test_of_a_dead_journal_no_verb_says_that_all_is_well(
     assert out.startswith("nothing found in what is held: 16 of 40 sampled steps of all ranks")
     said = "rank 1: 16 of 40 sampled steps are held, the last one step 15; it was last in step 39"
     assert said in err
+    goods = [shutil.copytree(made.path, tmp_path / f"good-{i}") for i in range(2)]
     for verb in (["info"], ["verify"], ["trace", "--site", "*"], ["replay"],
                  ["report", "-o", tmp_path / "page.html"], ["export", "--format", "csv"],
-                 ["compare", made.path], ["baseline", made.path, made.path]):  # fmt: skip
+                 ["compare", made.path], ["baseline", made.path, *goods]):  # fmt: skip
         code, out, err = call(verb[0], made.path, *verb[1:])
         assert (verb, code) == (verb, 4)
         assert said in err

@@ -161,8 +161,9 @@ def test_every_verb_is_right_or_says_what_is_not_known(
 ) -> None:
     path = STATES[state](tmp_path / "run")
     page = tmp_path / "page.html"
+    goods = [str(shutil.copytree(path, tmp_path / f"good-{i}")) for i in range(2)]
     more = {"trace": ["--site", "*"], "report": ["-o", str(page)], "compare": [str(path)],
-            "baseline": [str(path), str(path)],
+            "baseline": goods,
             "export": ["--format", "csv"], "top": ["--once"]}  # fmt: skip
     said = {}
     for verb in VERBS:

@@ -138,8 +138,8 @@ def positions(opened: list[str]) -> list[int]:
 
 def words(verb: str, run: RunDir, tmp_path: Path) -> list[str]:
     first, *rest = VERBS[verb]
-    more = {"compare": [str(run.path)], "baseline": 2 * [str(run.path)],
-            "report": [str(tmp_path / "page.html")],
+    goods = [str(tmp_path / f"good-{i}") for i in range(2)]
+    more = {"compare": [str(run.path)], "baseline": goods, "report": [str(tmp_path / "page.html")],
             "export": [str(tmp_path / "table")]}  # fmt: skip
     return [first, str(run.path), *([*rest, *more.get(verb, [])])]
 
@@ -152,6 +152,8 @@ def test_no_verb_calls_lost_what_goes_on_purpose_while_it_reads(
     half, run, tmp_path, what, verb, capsys
 ):
     command = words(verb, run, tmp_path)
+    for good in ("good-0", "good-1"):
+        shutil.copytree(half.path, tmp_path / good)
     with striking(lambda: None, -1) as opened:
         usual = main(command)
     assert usual in {0, 1}, capsys.readouterr()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ddpprobe.cli import completion
 from ddpprobe.cli.names import shortened
-from ddpprobe.cli.output import report_gaps, say, say_json, table
+from ddpprobe.cli.output import complain, report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import opened
 from ddpprobe.errors import RunError
@@ -46,10 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print where the run is outside; 3 if one of the stores is damaged."""
+    args.good = _others(args.run, args.good)
     if len(args.good) < FEWEST:
+        one = "one good run does not say how far healthy runs are apart"
         raise RunError(
-            f"one good run does not say how far healthy runs are apart: name {FEWEST} at least, or "
-            f"see where these two part: ddpprobe compare {args.good[0]} {args.run}"
+            f"{one if args.good else 'no other run is named'}: name {FEWEST} good ones at least "
+            f"beside {args.run}; where two runs part, ddpprobe compare says"
         )
     mine, *others = (opened(path) for path in (args.run, *args.good))
     total = sum(length(each) for each in (mine, *others)) or None
@@ -71,6 +74,18 @@ def run(args: argparse.Namespace) -> int:
     unknown = [f"{r.path}: {t}" for r in (mine, *others) for t in r.completeness().unknown()]
     lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
     return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
+
+
+def _others(run: str, good: Sequence[str]) -> list[str]:
+    """Return the good runs, each once, and without the run itself, which a pattern may match."""
+    found = {_identity(path): path for path in reversed(good)}
+    if found.pop(_identity(run), None) is not None:
+        complain(f"ddpprobe: {plain(run)} is the run in question: it is none of the good ones")
+    return list(reversed(found.values()))
+
+
+def _identity(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _levels(

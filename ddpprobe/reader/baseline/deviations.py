@@ -128,7 +128,8 @@ def deviations(run: Levels, others: Sequence[Levels]) -> Deviations:
         for levels in everyone
     ]
     keys = [key for key in run.quantities if all(key in names for names in named)]
-    stretches = list(zip(run.edges, [*(edge - 1 for edge in run.edges[1:]), run.last], strict=True))
+    through = [*(edge - 1 for edge in run.edges[1:]), run.last]
+    stretches = list(zip(run.edges, through, strict=False))  # none of a run without records
     held = [
         at
         for at in range(len(stretches))

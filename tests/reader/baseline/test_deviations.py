@@ -207,6 +207,15 @@ def test_what_only_one_side_has_is_listed_and_not_compared():
     assert found.outside == []
 
 
+def test_of_runs_without_a_sampled_step_nothing_is_compared():
+    for run, others in (
+        (Levels(), [levels(1, edges=[]), levels(2, edges=[])]),
+        (levels(0), [Levels(), levels(2)]),
+    ):
+        found = deviations(run, others)
+        assert (found.found, found.stretches, found.first, found.last) == ([], 0, -1, -1)
+
+
 def test_what_a_short_good_run_does_not_reach_is_not_compared():
     assert beside(scaled("loss", 10, first=24), steps=40, of_good=24) == []
     run = levels(0, 40)
@@ -308,9 +317,10 @@ def test_the_verb_tells_what_it_needs(tmp_path, goods, call):
     few = write(tmp_path / "few", 3, steps=9)
     for words, told in (
         (
-            (run, goods[0]),
-            f"name 2 at least, or see where these two part: ddpprobe compare {goods[0]} {run}",
+            (run, goods[0], run, goods[0]),
+            f"how far healthy runs are apart: name 2 good ones at least beside {run}; ",
         ),
+        ((run, run), f"no other run is named: name 2 good ones at least beside {run}; "),
         (
             (few, *goods),
             f"16 at least, of the same steps in all of them; these have {few} 9 through step 8",
@@ -320,6 +330,15 @@ def test_the_verb_tells_what_it_needs(tmp_path, goods, call):
         code, out, err = call("baseline", *words)
         assert (code, out) == (2, "")
         assert told in err
+
+
+def test_a_pattern_may_match_the_run_itself_and_a_good_run_twice(tmp_path, goods, call):
+    bad = write(tmp_path / "bad", 0, scaled("blocks.1:grad", 20, first=16))
+    code, out, err = call("baseline", bad, *goods)
+    (tmp_path / "link").symlink_to(goods[0])
+    again = call("baseline", bad, bad, goods[0], *goods, tmp_path / "link", bad)
+    told = f"ddpprobe: {bad} is the run in question: it is none of the good ones\n"
+    assert again == (code, out, err + told)
 
 
 def test_sites_alone_are_compared_if_some_are_asked_for(tmp_path, goods, call):
