@@ -19,10 +19,11 @@ from ddpprobe.cli.output import complain, report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import opened
 from ddpprobe.errors import RunError
-from ddpprobe.reader.baseline.deviations import STRETCHES, Deviation, Deviations, deviations
+from ddpprobe.reader.baseline.deviations import ENOUGH, STRETCHES, Deviation, Deviations, deviations
 from ddpprobe.reader.baseline.levels import LOOKS, Levels, Quantity
 from ddpprobe.reader.compare.run_differences import reasons
 from ddpprobe.reader.compare.timeline import length, timeline
+from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import number, plain
 from ddpprobe.records.near_names import nearest
@@ -63,15 +64,22 @@ def run(args: argparse.Namespace) -> int:
     found = deviations(own, theirs)
     if found.stretches < STRETCHES or not found.found:
         if lost:  # it may well have been there
+            say("undecided: too little is left to compare")
             return report_gaps(lost)
         raise _nothing_found(args, (mine, *others), (own, *theirs))
+    held = [each.completeness() for each in (mine, *others)]
+    notes = [*_doubts(args, found, others, is_live=held[0].live), *_left_out(found)]
     differing = _differing(mine, others)
     if args.json:
-        say_json(as_json(args, own, found, differing))
+        say_json(as_json(args, own, found, differing, notes))
     else:
-        for line in lines(found, own, len(others), differing):
+        for line in lines(found, own, len(others), differing, notes):
             say(plain(line))
-    unknown = [f"{r.path}: {t}" for r in (mine, *others) for t in r.completeness().unknown()]
+    unknown = [
+        f"{each.path}: {text}"
+        for each, of in zip((mine, *others), held, strict=True)
+        for text in of.unknown()
+    ]
     lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
     return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
 
@@ -99,22 +107,26 @@ def _levels(
 
 
 def lines(
-    found: Deviations, own: Levels, others: int, differing: Sequence[tuple[str, str, str]]
-) -> Iterator[str]:
+    found: Deviations, own: Levels, others: int, differing: Sequence[tuple[str, str, str]],
+    notes: Sequence[str],
+) -> Iterator[str]:  # fmt: skip
     """Lay out the answer: the first that was outside, then all, then what may explain it."""
     outside = found.outside
     yield _verdict(found, others)
     yield (
-        f"compared: {own.steps} sampled steps, from {found.first} through {found.last}; "
-        f"{len(found.found)} numbers, of which {len(outside)} were outside"
+        f"compared: {found.looks} of {own.steps} sampled steps, from {found.first} through "
+        f"{found.last}; {len(found.found)} numbers, of which {len(outside)} were outside"
     )
+    if found.sure < found.last:
+        yield f"what began after step {found.sure} may not show yet: a level takes two stretches"
+    yield from notes
     if outside:
         shown = outside[:MOST]
         names = shortened(plain(place(d.quantity)) for d in shown)
-        rows = [("from", "through", "where", "what", "this run", "the others", "times allowed")]
+        rows = [("since", "through", "where", "what", "this run", "the others", "times allowed")]
         rows += [
             (
-                str(d.first), "the end" if d.lasts else str(d.last), name, d.quantity.stat,
+                _since(d), "the end" if d.lasts else str(d.last), name, d.quantity.stat,
                 _short(d.value), _range(d), _times(d.excess),
             )
             for d, name in zip(shown, names, strict=True)
@@ -126,23 +138,27 @@ def lines(
     if differing:
         yield from ("", "what else differs")
         yield from table([("", "this run", "the others"), *differing])
-    notes = list(_notes(found))
-    yield from ["", *notes] if notes else []
 
 
 def _verdict(found: Deviations, others: int) -> str:
     first, *_ = found.outside or found.found
-    words = (
-        f"{place(first.quantity)}, {first.quantity.stat}, {_short(first.value)} against "
-        f"{_range(first)}"
-    )
+    quantity = f"{place(first.quantity)}, {first.quantity.stat},"
+    numbers = f"{_short(first.value)} against {_range(first)}"
     if found.outside:
-        end = "on" if first.lasts else f"through {first.last}"
-        return f"outside of what {others} runs did, from step {first.first} {end}: {words}"
+        where = "" if first.farthest == first.first else f" from step {first.farthest} on"
+        return (
+            f"outside of what {others} runs did, since step {_since(first)}: {quantity} "
+            f"{numbers}{where}"
+        )
     return (
-        f"within what {others} runs did: the farthest is {_times(first.excess)} of what is "
-        f"allowed, at step {first.first}: {words}"
+        f"within what {others} runs did, in what is compared: the farthest is "
+        f"{_times(first.excess)} of what is allowed, at step {first.farthest}: {quantity} {numbers}"
     )
+
+
+def _since(d: Deviation) -> str:
+    """Return between which sampled steps it began."""
+    return f"{d.first}-{d.by}" if d.by > d.first else str(d.first)
 
 
 def place(quantity: Quantity) -> str:
@@ -156,14 +172,33 @@ def _range(d: Deviation) -> str:
 
 
 def _short(level: float) -> str:
-    return number(float(f"{level:.3g}"))
+    return "not finite" if math.isnan(level) else number(float(f"{level:.3g}"))
 
 
 def _times(excess: float) -> str:
     return "-" if math.isinf(excess) else f"{excess:.3g}"
 
 
-def _notes(found: Deviations) -> Iterator[str]:
+def _doubts(
+    args: argparse.Namespace, found: Deviations, others: Sequence[Run], *, is_live: bool
+) -> Iterator[str]:
+    """Say what speaks against an answer: a run that is not over, a good one that is none."""
+    if is_live:
+        yield f"{args.run} is under way: it is compared as far as it has come"
+    known = len(found.found) + len(found.added)
+    for path, other, lacking, step in zip(
+        args.good, others, found.lacking, found.not_finite, strict=True
+    ):
+        seen = listed(Path(other.path))
+        if seen.pages:
+            yield f"{path} is named as a good run, and has a page: {seen.verdict}"
+        elif step is not None:
+            yield f"{path} is named as a good run, and is not finite from step {step} on"
+        if lacking > len(found.added):
+            yield f"{path} lacks {lacking} numbers that {args.run} has; {known} are compared"
+
+
+def _left_out(found: Deviations) -> Iterator[str]:
     if found.resplit:
         yield (
             "not compared (the batch is split over other ranks or micro-batches): gradients "
@@ -188,14 +223,17 @@ def _differing(run: Run, others: Sequence[Run]) -> list[tuple[str, str, str]]:
 
 def as_json(
     args: argparse.Namespace, own: Levels, found: Deviations,
-    differing: Sequence[tuple[str, str, str]],
+    differing: Sequence[tuple[str, str, str]], notes: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object that `--json` prints; its fields are a contract (docs/reference/cli.md)."""
     return {
         "run": args.run,
         "good": args.good,
         "format_version": 1,
-        "steps": {"sampled": own.steps, "first": found.first, "last": found.last},
+        "steps": {
+            "sampled": own.steps, "compared": found.looks, "first": found.first,
+            "last": found.last, "sure": found.sure,
+        },
         "compared": len(found.found),
         "is_outside": bool(found.outside),
         "outside": [_deviation(d) for d in found.outside],
@@ -204,7 +242,8 @@ def as_json(
         "missing": [place(quantity) for quantity in found.missing],
         "added": [place(quantity) for quantity in found.added],
         "reasons": [{"name": name, "run": x, "good": y} for name, x, y in differing],
-    }
+        "notes": list(notes),
+    }  # fmt: skip
 
 
 def _deviation(d: Deviation) -> dict[str, Any]:
@@ -212,7 +251,7 @@ def _deviation(d: Deviation) -> dict[str, Any]:
     return {
         "site": site and str(site), "fqn": site and site.fqn, "kind": site and site.kind,
         "leaf": site and site.leaf, "scalar": d.quantity.scalar or None, "stat": d.quantity.stat,
-        "first": d.first, "last": d.last, "lasts": d.lasts,
+        "first": d.first, "by": d.by, "last": d.last, "lasts": d.lasts, "farthest": d.farthest,
         "value": d.value, "low": d.low, "high": d.high, "excess": d.excess,
     }  # fmt: skip
 
@@ -224,9 +263,15 @@ def _nothing_found(
     empty = [str(run.path) for run, levels in zip(runs, each, strict=True) if not levels.steps]
     if empty:
         return RunError(f"{' and '.join(empty)}: no step was sampled that can be compared")
-    if args.sites != "*" and not all(levels.quantities for levels in each):
+    if args.sites != "*":
+        names = [{str(q.site) for q in levels.quantities.values()} for levels in each]
+        without = [str(run.path) for run, held in zip(runs, names, strict=True) if not held]
         known = [str(site) for run in runs for site in run.series("*", "numel").sites]
-        return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
+        if without:
+            return RunError(
+                f"no site of {', '.join(without)} matches {args.sites!r} (a scalar is compared "
+                f"without --sites); nearest in all of them: {nearest(args.sites, known)}"
+            )
     if not set.intersection(*(set(levels.quantities) for levels in each)):
         return RunError("no site and no scalar is in all of these runs: they are of other models")
     steps = ", ".join(
@@ -234,6 +279,6 @@ def _nothing_found(
         for run, levels in zip(runs, each, strict=True)
     )
     return RunError(
-        f"too few sampled steps to compare: {STRETCHES * LOOKS} at least, of the same steps in all "
-        f"of them; these have {steps}"
+        f"too few sampled steps to compare: {LOOKS + ENOUGH} at least, between the same steps in "
+        f"all of them; these have {steps}"
     )

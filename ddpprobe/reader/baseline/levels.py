@@ -6,6 +6,7 @@ with the number of sites, and with the logarithm of the number of steps.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,24 +20,30 @@ from ddpprobe.reader.series import matches
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     CHECKED,
+    CLASS_LABELLED,
     CLASS_LOOKED,
+    CLASS_OF_ALL,
     CLASS_POWER,
+    CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
     CLASS_WEIGHT,
     COPIED,
     DIGEST,
     EXTRA_ACTIVATION,
-    INPUT_ELEMENTS,
     INPUT_MAX,
     INPUT_MIN,
     JOINED,
+    LEARNING_RATE,
     LOSS_OF_BAD,
+    MOMENT_DECAY,
+    NORM_MOMENTUM,
     NORM_VALUES,
     NOTED,
     NUMEL,
     OBSERVED,
     OPTIMIZER_STEPS,
+    OPTION,
     PASS,
     PASS_OF_BAD,
     PULL,
@@ -48,6 +55,8 @@ from ddpprobe.records.step import (
     REDUCE_SECONDS,
     STEP_PHASES,
     TARGET,
+    TRAINABLE,
+    TRAINING,
     UNREAD_INPUT,
     Site,
     StepRecord,
@@ -67,10 +76,14 @@ SECONDS = {*(f"{phase}_seconds" for phase in STEP_PHASES), REDUCE_SECONDS}
 # Scalars that are of one batch or of one moment, or a name in the shape of a number.
 _LEFT_OUT = {
     CHECKED, CLASS_LOOKED, CLASS_POWER, CLASS_ROWS, CLASS_SEEN, CLASS_WEIGHT, COPIED, DIGEST,
-    EXTRA_ACTIVATION, INPUT_ELEMENTS, INPUT_MAX, INPUT_MIN, JOINED, LOSS_OF_BAD, NORM_VALUES, NOTED,
+    EXTRA_ACTIVATION, INPUT_MAX, INPUT_MIN, JOINED, LOSS_OF_BAD, NORM_VALUES, NOTED,
     OPTIMIZER_STEPS, PASS, PASS_OF_BAD, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, RECOMPUTED,
     RECOMPUTED_AT, TARGET, UNREAD_INPUT,
 }  # fmt: skip
+# NaN where nobody can tell them: of another loss than a cross-entropy, say.
+_MAY_BE_UNKNOWN = {CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT}
+# What a script sets, and training does not change.
+_SET = (LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, OPTION, TRAINABLE, TRAINING)
 _NORM, _MICRO = "grad_norm", "micro_batches"
 _TABLES = 64  # tables of sites that are remembered; a run has a handful
 # What is kept of a number in a stretch: at how many looks it was finite, its sum, and that of its
@@ -97,6 +110,11 @@ class Quantity(NamedTuple):
         """Its identity in all runs."""
         site = self.site.key if self.site else ()
         return (*site, str(self.nth), self.scalar, self.stat)
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether a script sets it, and training does not change it."""
+        return self.stat == MEAN and self.scalar.startswith(_SET)
 
     @property
     def is_by_split(self) -> bool:
@@ -130,7 +148,8 @@ class Levels:
         self.splits: set[tuple[int, float | None]] = set()
         self._row: dict[tuple[str, ...], int] = {}
         self._stretches: list[Floats] = []  # [_KEPT, rows] each
-        self._looks: list[int] = []  # of each stretch
+        self._looks: list[int] = []  # of each stretch, and the newest sampled step in it
+        self._newest: list[int] = []
         self._of_sites = IdentityCache(self._place, _TABLES)
 
     def take(self, record: StepRecord) -> None:
@@ -144,8 +163,10 @@ class Levels:
         if at < 0:
             return
         self.steps, self.last = self.steps + 1, record.step
-        self._looks += [0] * (at + 1 - len(self._looks))
+        new = [0] * (at + 1 - len(self._looks))
+        self._looks, self._newest = [*self._looks, *new], [*self._newest, *new]
         self._looks[at] += 1
+        self._newest[at] = record.step
         ranks = len(record.ranks) + len(record.missing)
         self.splits |= {(ranks, cells.get(_MICRO)) for cells in record.scalars.values()}
         self._add(at, *self._statistics(record))
@@ -166,6 +187,10 @@ class Levels:
     def looks(self, stretch: int) -> int:
         """Return how many sampled steps a stretch has; 0 of one that there is not."""
         return self._looks[stretch] if stretch < len(self._looks) else 0
+
+    def newest(self, stretch: int) -> int:
+        """Return the newest sampled step of a stretch that has any."""
+        return self._newest[stretch]
 
     def _stretch(self, step: int) -> int:
         """Return the stretch of a step, which may be a new one; -1: it is before all of them."""
@@ -233,7 +258,8 @@ class Levels:
         by_name: dict[str, list[float]] = defaultdict(list)
         for cells in record.scalars.values() if self._glob == "*" else ():
             for name, value in cells.items():
-                by_name[name].append(value)
+                if not (name in _MAY_BE_UNKNOWN and math.isnan(value)):
+                    by_name[name].append(value)
         for name, values in by_name.items():
             if not _is_left_out(name):
                 yield Quantity(None, 0, name, MEAN), sum(values) / len(values)

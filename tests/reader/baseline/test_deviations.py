@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -137,22 +138,70 @@ def test_what_good_runs_do_not_agree_on_is_no_deviation():
 
 
 @pytest.mark.parametrize("name", ["loss", "blocks.0:output nan"])
-def test_what_is_not_finite_here_and_always_was_there_is_outside_whatever_its_level(name):
+def test_what_is_not_finite_once_and_always_was_in_good_runs_is_outside_at_once(name):
     def bend(step: int, named: dict[str, float]) -> Mapping[str, float]:
-        return {**named, name: (math.nan if name == "loss" else 5)} if step == 33 else named
+        return {**named, name: math.nan if name == "loss" else 5} if step == 33 else named
 
-    found = {d.quantity.stat: d for d in beside(bend)}
+    (found,) = beside(bend)
+    assert (found.excess, found.first, found.by, found.lasts) == (math.inf, 32, 39, True)
     if name == "loss":
-        assert found[MEAN].excess == math.inf
-    else:  # as a share it has a level, which one look does not make
-        assert found == {}
+        assert (found.quantity.stat, math.isnan(found.value)) == (MEAN, True)
+    else:
+        assert (found.quantity.stat, found.high) == (NONFINITE, 0)
+        assert found.value == pytest.approx(5 / ELEMENTS / LOOKS)
 
-    def lasting(step: int, named: dict[str, float]) -> Mapping[str, float]:
-        return {**named, "blocks.0:output nan": 5} if step >= 16 else named
 
-    (share,) = beside(lasting)
-    assert (share.quantity.stat, share.excess, share.high) == (NONFINITE, math.inf, 0)
-    assert share.value == pytest.approx(5 / ELEMENTS)
+def test_an_accuracy_that_nobody_can_tell_is_missing_and_not_outside():
+    run = levels(0, bend=lambda _, named: {**named, "class_right": math.nan})
+    others = [
+        levels(i, bend=lambda _, named: {**named, "class_right": 0.5}, edges=run.edges)
+        for i in (1, 2)
+    ]
+    found = deviations(run, others)
+    assert (found.outside, [q.scalar for q in found.missing]) == ([], ["class_right"])
+
+
+def test_a_setting_on_which_good_runs_agree_is_told_first_however_little_it_differs():
+    def at(rate: float) -> Bend:
+        return lambda step, named: {**named, "lr": rate / (1 + step), "loss": named["loss"] * rate}
+
+    run = levels(0, bend=at(9.0))
+    others = [levels(i, bend=at(1.0), edges=run.edges) for i in (1, 2)]
+    lr, loss = deviations(run, others).outside
+    assert (lr.quantity.scalar, lr.excess, loss.quantity.scalar) == ("lr", math.inf, "loss")
+    assert loss.excess < math.inf
+    near = levels(0, bend=at(1.01))
+    assert [d.quantity.scalar for d in deviations(near, others).outside] == ["lr"]
+    same = levels(0, bend=at(1.0))
+    assert deviations(same, others).outside == []
+    apart = [levels(i, bend=at(float(i)), edges=run.edges) for i in (1, 2)]
+    assert deviations(near, apart).outside == []
+
+
+def test_the_steps_behind_the_last_whole_stretch_belong_to_it():
+    run = levels(0, steps=42, bend=scaled("loss", 10, first=24))
+    assert run.edges == [0, 8, 16, 24, 32, 40]
+    others = [levels(i, steps=42, edges=run.edges) for i in (1, 2)]
+    found = deviations(run, others)
+    assert (found.looks, found.last, found.stretches, found.sure) == (42, 41, 5, 24)
+    (loss,) = found.outside
+    assert (loss.first, loss.by, loss.last, loss.lasts) == (24, 31, 41, True)
+
+
+def test_a_good_run_that_is_not_finite_and_one_that_lacks_much_are_told_of():
+    def bend(step: int, named: dict[str, float]) -> Mapping[str, float]:
+        return {**named, "loss": math.nan if step > 20 else 1.0}
+
+    run = levels(0)
+    good, bad = levels(1, edges=run.edges), levels(2, bend=bend, edges=run.edges)
+    found = deviations(run, [good, bad])
+    assert (found.not_finite, found.lacking) == ([None, 16], [0, 0])
+    other = Levels("blocks.0:*", run.edges)
+    for step in range(40):
+        other.take(record(3, step))
+    found = deviations(run, [good, other])
+    assert found.lacking == [0, len(run.quantities) - len(other.quantities)]
+    assert len(found.found) == len(other.quantities)
 
 
 def test_a_phase_that_takes_longer_is_outside_only_if_a_step_does():
@@ -290,13 +339,14 @@ def test_the_verb_says_first_what_was_outside_and_where_in_both_forms(tmp_path, 
     code, out, err = call("baseline", bad, *goods)
     assert (code, err) == (0, "")
     first, *rest = out.splitlines()
-    assert first.startswith("outside of what 2 runs did, from step 16 on: blocks.1:grad, rms, 2")
-    assert rest[0].startswith("compared: 40 sampled steps, from 0 through 39; ")
-    assert any(line.split()[:4] == ["16", "the", "end", "blocks.1:grad"] for line in rest)
+    assert first.startswith("outside of what 2 runs did, since step 16-23: blocks.1:grad, rms, 2")
+    assert rest[0].startswith("compared: 40 of 40 sampled steps, from 0 through 39; ")
+    assert rest[1].startswith("what began after step 24 may not show yet")
+    assert any(line.split()[:4] == ["16-23", "the", "end", "blocks.1:grad"] for line in rest)
     code, out, _ = call("baseline", bad, *goods, "--json")
     said = json.loads(out)
     assert (code, said["is_outside"], said["steps"]) == (
-        0, True, {"sampled": 40, "first": 0, "last": 39},
+        0, True, {"sampled": 40, "compared": 40, "first": 0, "last": 39, "sure": 24},
     )  # fmt: skip
     (told,) = said["outside"]
     assert (told["site"], told["stat"], told["first"], told["lasts"]) == (
@@ -308,7 +358,7 @@ def test_the_verb_says_first_what_was_outside_and_where_in_both_forms(tmp_path, 
 def test_the_verb_says_of_a_run_within_how_near_it_came_to_the_edge(tmp_path, goods, call):
     code, out, err = call("baseline", write(tmp_path / "fine", 5), *goods)
     assert (code, err) == (0, "")
-    assert out.startswith("within what 2 runs did: the farthest is 0.")
+    assert out.startswith("within what 2 runs did, in what is compared: the farthest is 0.")
     assert ", of which 0 were outside" in out
 
 
@@ -323,13 +373,35 @@ def test_the_verb_tells_what_it_needs(tmp_path, goods, call):
         ((run, run), f"no other run is named: name 2 good ones at least beside {run}; "),
         (
             (few, *goods),
-            f"16 at least, of the same steps in all of them; these have {few} 9 through step 8",
+            f"12 at least, between the same steps in all of them; these have {few} 9 through ",
         ),
-        ((run, *goods, "--sites", "block*x"), "no site matches 'block*x'; nearest: blocks."),
+        (
+            (run, *goods, "--sites", "block*x"),
+            " matches 'block*x' (a scalar is compared without --sites); nearest",
+        ),
     ):
         code, out, err = call("baseline", *words)
         assert (code, out) == (2, "")
         assert told in err
+
+
+def test_what_speaks_against_an_answer_is_said(tmp_path, goods, call):
+    def bend(step: int, named: dict[str, float]) -> Mapping[str, float]:
+        return {**named, "blocks.0:output nan": 5 if step > 20 else 0}
+
+    run, bad = write(tmp_path / "run", 0), write(tmp_path / "bad", 3, bend)
+    out = call("baseline", run, *goods, bad)[1].splitlines()
+    assert f"{bad} is named as a good run, and is not finite from step 16 on" in out
+    made = Made(tmp_path / "other")
+    made.write(
+        replace(
+            record(4, step), sites=(), counts=np.zeros((0, 7), np.int64), values=np.zeros((0, 4))
+        )
+        for step in range(40)
+    )
+    made.close()
+    out = call("baseline", run, *goods, made.path)[1].splitlines()
+    assert any(re.match(rf"{made.path} lacks \d+ numbers that {run} has; \d+ are", x) for x in out)
 
 
 def test_a_pattern_may_match_the_run_itself_and_a_good_run_twice(tmp_path, goods, call):
