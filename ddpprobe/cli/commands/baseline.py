@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _others(run: str, good: Sequence[str]) -> list[str]:
     """Return the good runs, each once, and without the run itself, which a pattern may match."""
-    found = {_identity(path): path for path in reversed(good)}
-    if found.pop(_identity(run), None) is not None:
+    found = {_place(path): path for path in reversed(good)}
+    if found.pop(_place(run), None) is not None:
         complain(f"ddpprobe: {plain(run)} is the run in question: it is none of the good ones")
     return list(reversed(found.values()))
 
 
-def _identity(path: str) -> str:
+def _place(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 

@@ -15,46 +15,35 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.reader.compare.runs import MICRO_BATCHES, NORM_BY_SPLIT, OF_THE_BATCH
 from ddpprobe.reader.compare.site_matching import BY_SPLIT, ONE_RANKS
 from ddpprobe.reader.series import matches
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     CHECKED,
     CLASS_LABELLED,
-    CLASS_LOOKED,
     CLASS_OF_ALL,
-    CLASS_POWER,
     CLASS_RIGHT,
-    CLASS_ROWS,
-    CLASS_SEEN,
-    CLASS_WEIGHT,
-    COPIED,
-    DIGEST,
-    EXTRA_ACTIVATION,
-    INPUT_MAX,
-    INPUT_MIN,
+    INPUT_ELEMENTS,
+    INPUT_MEAN,
+    INPUT_RMS,
+    INPUT_SPREAD,
+    INPUT_ZEROS,
     JOINED,
     LEARNING_RATE,
     LOSS_OF_BAD,
     MOMENT_DECAY,
     NORM_MOMENTUM,
-    NORM_VALUES,
     NOTED,
     NUMEL,
     OBSERVED,
     OPTIMIZER_STEPS,
     OPTION,
+    OUTPUT_SPREAD,
     PASS,
     PASS_OF_BAD,
-    PULL,
-    PULL_REST,
-    PULLED_MEAN,
-    PULLED_RMS,
-    RECOMPUTED,
-    RECOMPUTED_AT,
     REDUCE_SECONDS,
     STEP_PHASES,
-    TARGET,
     TRAINABLE,
     TRAINING,
     UNREAD_INPUT,
@@ -73,18 +62,18 @@ RMS, NONFINITE, ZEROS, SHIFT = STATISTICS = ("rms", "nonfinite_ratio", "zero_rat
 _OF_OUTPUTS = (ZEROS, SHIFT)
 MEAN, RANGE = "mean of the ranks", "range over the ranks"  # of a scalar
 SECONDS = {*(f"{phase}_seconds" for phase in STEP_PHASES), REDUCE_SECONDS}
-# Scalars that are of one batch or of one moment, or a name in the shape of a number.
-_LEFT_OUT = {
-    CHECKED, CLASS_LOOKED, CLASS_POWER, CLASS_ROWS, CLASS_SEEN, CLASS_WEIGHT, COPIED, DIGEST,
-    EXTRA_ACTIVATION, INPUT_MAX, INPUT_MIN, JOINED, LOSS_OF_BAD, NORM_VALUES, NOTED,
-    OPTIMIZER_STEPS, PASS, PASS_OF_BAD, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, RECOMPUTED,
-    RECOMPUTED_AT, TARGET, UNREAD_INPUT,
+# Scalars of one batch that have a level over many, and those of one moment, which have none.
+_OF_MANY_BATCHES = {
+    CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT, INPUT_ELEMENTS, INPUT_MEAN, INPUT_RMS, INPUT_SPREAD,
+    INPUT_ZEROS, OUTPUT_SPREAD, MICRO_BATCHES,
+}  # fmt: skip
+_LEFT_OUT = (OF_THE_BATCH - _OF_MANY_BATCHES) | {
+    CHECKED, JOINED, LOSS_OF_BAD, NOTED, OPTIMIZER_STEPS, PASS, PASS_OF_BAD, UNREAD_INPUT,
 }  # fmt: skip
 # NaN where nobody can tell them: of another loss than a cross-entropy, say.
 _MAY_BE_UNKNOWN = {CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT}
 # What a script sets, and training does not change.
-_SET = (LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, OPTION, TRAINABLE, TRAINING)
-_NORM, _MICRO = "grad_norm", "micro_batches"
+_SET = {LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, TRAINABLE, TRAINING}
 _TABLES = 64  # tables of sites that are remembered; a run has a handful
 # What is kept of a number in a stretch: at how many looks it was finite, its sum, and that of its
 # squares; how often it was above zero, and the same sums of its logarithm to the base of 10; at how
@@ -114,13 +103,14 @@ class Quantity(NamedTuple):
     @property
     def is_setting(self) -> bool:
         """Whether a script sets it, and training does not change it."""
-        return self.stat == MEAN and self.scalar.startswith(_SET)
+        is_set = self.scalar in _SET or self.scalar.startswith(OPTION)
+        return self.stat == MEAN and is_set
 
     @property
     def is_by_split(self) -> bool:
         """Whether it depends on how the batch is split over ranks and micro-batches."""
         if self.site is None:
-            return self.scalar.startswith(_NORM) or self.scalar == _MICRO
+            return self.scalar.startswith(NORM_BY_SPLIT) or self.scalar == MICRO_BATCHES
         return self.site.kind in BY_SPLIT or self.site.placement in ONE_RANKS
 
 
@@ -168,7 +158,7 @@ class Levels:
         self._looks[at] += 1
         self._newest[at] = record.step
         ranks = len(record.ranks) + len(record.missing)
-        self.splits |= {(ranks, cells.get(_MICRO)) for cells in record.scalars.values()}
+        self.splits |= {(ranks, cells.get(MICRO_BATCHES)) for cells in record.scalars.values()}
         self._add(at, *self._statistics(record))
         scalars = dict(self._scalars(record))
         rows = np.array([self._row_of(quantity) for quantity in scalars], np.intp)

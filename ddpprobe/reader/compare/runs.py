@@ -61,16 +61,16 @@ from ddpprobe.records.step import (
 Advance = Callable[[int], None]
 Key = tuple[str, str, str]
 # Of how long something took, and of how the batch was split: no numbers of the model.
-_MICRO, _TIMES = "micro_batches", "_seconds"
+MICRO_BATCHES, _TIMES = "micro_batches", "_seconds"
 # Nor is the order of its samples, and which of them are looked at.
-_OF_THE_BATCH = {
-    _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
+OF_THE_BATCH = {
+    MICRO_BATCHES, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
     COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET,
     CLASS_LABELLED, CLASS_LOOKED, CLASS_OF_ALL, CLASS_POWER, CLASS_RIGHT, CLASS_ROWS, CLASS_SEEN,
     CLASS_WEIGHT, EXTRA_ACTIVATION, INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS,
     INPUT_ZEROS, RECOMPUTED, RECOMPUTED_AT,
 }  # fmt: skip
-_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
+NORM_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 # Over what a rank holds: everything under DDP, its shards under FSDP.
 _BY_WRAPPER = {"grad_norm", "grad_norm_used", "state_tensors"}
 
@@ -300,7 +300,7 @@ class _Comparing:
 def _split(record: StepRecord) -> tuple[object, ...]:
     """Return how the batch of a step was split: over which ranks, in how many micro-batches."""
     ranks = sorted((*record.ranks, *record.missing))
-    return (ranks, {cells.get(_MICRO) for cells in record.scalars.values()})
+    return (ranks, {cells.get(MICRO_BATCHES) for cells in record.scalars.values()})
 
 
 def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None], float]:
@@ -308,11 +308,11 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
     found: dict[tuple[str, int | None], float] = {("skipped", None): float(record.skipped)}
     for rank, cells in record.scalars.items():
         for name, value in cells.items():
-            if name in _OF_THE_BATCH or name.endswith(_TIMES):
+            if name in OF_THE_BATCH or name.endswith(_TIMES):
                 continue
             if not resplit:
                 found[name, rank] = value
-            elif not name.startswith(_BY_SPLIT):
+            elif not name.startswith(NORM_BY_SPLIT):
                 mean = _mean(record, name)
                 found |= {} if mean is None else {(name, None): mean}
     return found
