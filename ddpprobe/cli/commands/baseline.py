@@ -189,7 +189,7 @@ def _doubts(
     for path, other, lacking, step in zip(
         args.good, others, found.lacking, found.not_finite, strict=True
     ):
-        seen = listed(Path(other.path))
+        seen = listed(other.path)
         if seen.pages:
             yield f"{path} is named as a good run, and has a page: {seen.verdict}"
         elif step is not None:

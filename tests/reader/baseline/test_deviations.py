@@ -30,8 +30,9 @@ from ddpprobe.reader.baseline.levels import (
     Levels,
 )
 from ddpprobe.records.step import COUNTS, Site, StepRecord
+from ddpprobe.rundir import framing
 
-from ...made_runs import Made
+from ...made_runs import ANOMALY, Made
 
 KINDS = ("output", "grad")
 SITES = tuple(Site(f"blocks.{i}", kind, dtype="float32") for i in range(3) for kind in KINDS)
@@ -392,6 +393,13 @@ def test_what_speaks_against_an_answer_is_said(tmp_path, goods, call):
     run, bad = write(tmp_path / "run", 0), write(tmp_path / "bad", 3, bend)
     out = call("baseline", run, *goods, bad)[1].splitlines()
     assert f"{bad} is named as a good run, and is not finite from step 16 on" in out
+    made = Made(tmp_path / "paged")
+    made.write(record(3, step, rank=rank) for step in range(40) for rank in range(2))
+    made.tell(framing.ANOMALY, ANOMALY)
+    made.close()
+    out = call("baseline", run, *goods, made.path)[1].splitlines()
+    told = f"{made.path} is named as a good run, and has a page: "
+    assert any(line.startswith(told) and "3 NaN in blocks.1.mlp" in line for line in out)
     made = Made(tmp_path / "other")
     made.write(
         replace(
