@@ -15,7 +15,8 @@ network is compared like a bfloat16 number.
 
 **A statistic.** Errors of single elements partly cancel in a mean, but not as if all of them were
 independent: a rounded weight is in all its outputs, a token's error in all its features. A tensor
-of `n` elements with `sqrt(n)` independent errors has `1 / sqrt(sqrt(n))` of `r` left:
+of `n` elements that are not zero, with `sqrt(n)` independent errors, has `1 / sqrt(sqrt(n))` of `r`
+left:
 
     min, max   one element moves                  r * abs_max
     mean, rms  `d` as a whole                     r * rms / n**0.25
@@ -145,17 +146,25 @@ class Tolerance:
             np.fmax(derive(name, a.counts, a.values), derive(name, b.counts, b.values))
             for name in ("numel", "abs_max", "rms")
         )
+        zeros = np.fmin(derive("zeros", a.counts, a.values), derive("zeros", b.counts, b.values))
         own = numel * _EPS["float64"]  # additions in float64, at most numel roundings in each run
         left = np.ones(len(r))
         if self.rtol is None:
             own += np.where(r >= rounding("float32"), _OWN, 0.0)
             same = limits.alike | (_range(a) == 0) | (_range(b) == 0)
-            left = np.where(same, 1.0, np.fmax(numel, 1) ** -0.25)
+            rounded = np.fmax(numel - zeros, 1)  # a zero is what it is
+            left = np.where(same, 1.0, rounded**-0.25)
         with np.errstate(invalid="ignore", over="ignore"):
-            zeros = numel if self.atol else np.ceil(r * numel)
+            near_zero = numel if self.atol else np.ceil(r * numel)
             extreme = r * peak + self.atol
             average = (r * left + own) * rms + self.atol
-        loose = {"zeros": zeros, "min": extreme, "max": extreme, "mean": average, "rms": average}
+        loose = {
+            "zeros": near_zero,
+            "min": extreme,
+            "max": extreme,
+            "mean": average,
+            "rms": average,
+        }
         for i, name in enumerate(self.statistics):
             out[:, i] = loose.get(name, 0.0)
         return out

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpprobe.cli.commands.compare import lines
@@ -103,6 +103,7 @@ def test_a_tensor_rounded_to_another_dtype_is_the_same(seed, dtype, other):
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, DTYPES)
+@example(262847861, "bfloat16")  # 24 of 39 elements are zero, which no rounding moves
 def test_neighbouring_numbers_in_every_element_are_the_same(seed, dtype):
     x = rounded(tensor(seed), dtype)
     signs = np.random.default_rng(seed + 1).integers(-1, 2, x.shape)
