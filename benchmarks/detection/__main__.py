@@ -36,7 +36,8 @@ from tests.faults.zygote import Zygote
 
 _HOME = Path(__file__).parent.parent.parent
 _DOCUMENT = _HOME / "docs" / "detection.md"
-_RESULTS = _HOME / ".bench" / "detection.jsonl"
+RESULTS = _HOME / ".bench" / "detection.jsonl"
+SWITCHES = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}  # of each job's environment
 _QUICK_MINUTES = 15.0
 
 
@@ -98,10 +99,9 @@ def sit(
     """
     begun, failed, machine = time.monotonic(), 0, tables.machine()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    switches = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}
     records = Kept(kept, code.of_records)
     directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with Zygote(**switches) as zygote, directory as place:
+    with Zygote(**SWITCHES) as zygote, directory as place:
         for key in results.missing(keys):
             if minutes is not None and time.monotonic() - begun >= 60 * minutes:
                 break
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2")
     parser.add_argument("--jobs", nargs="+", help="default: all", choices=list(JOBS), metavar="JOB")
     parser.add_argument("--minutes", type=float, help="start no run behind them; 0: only the table")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="write the table there even if runs are missing")
     asked = parser.parse_args(argv)
     seeds = asked.seeds or ([0] if asked.quick else [0, 1, 2])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.detection import mended
-from benchmarks.detection.__main__ import _RESULTS, RunFailed, record
+from benchmarks.detection.__main__ import RESULTS, SWITCHES, RunFailed, record
 from benchmarks.detection.fingerprint import Fingerprints
 from benchmarks.detection.jobs import PLANTED, QUIET
 from benchmarks.detection.kept import Kept
@@ -100,9 +100,8 @@ def healthy(kept: Kept) -> Iterator[Compared]:
 def run_mended(good: Kept) -> int:
     """Run what is not kept without its fault; return how many runs failed."""
     failed = 0
-    switches = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}
     directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with Zygote(**switches) as zygote, directory as place:
+    with Zygote(**SWITCHES) as zygote, directory as place:
         for key in (Key(job, seed, EVERY) for seed in GOOD for job in MENDED):
             if good.kept(key) is None:
                 try:
@@ -172,8 +171,7 @@ def _row(job: str, faults: Sequence[Compared]) -> tuple[object, ...] | None:
 
 
 def _name(deviation: Deviation) -> str:
-    _, _, scalar, stat = deviation.quantity
-    place = str(deviation.quantity.site) if deviation.quantity.site else scalar
+    place, stat = deviation.quantity, deviation.quantity.stat
     return (
         f"`{place}` {stat}, {deviation.value:.3g} for {deviation.low:.3g} to {deviation.high:.3g}"
     )
@@ -183,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.detection.beside_good", description=__doc__
     )
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=_DOCUMENT, help="default: %(default)s")
     parser.add_argument("--run-only", action="store_true", help="compare nothing yet")
     asked = parser.parse_args(argv)

@@ -18,9 +18,10 @@ from ddpprobe.cli.names import shortened
 from ddpprobe.cli.output import complain, report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import opened
+from ddpprobe.cli.several_runs import MOST, lost_of, some_of, times_allowed
 from ddpprobe.errors import RunError
 from ddpprobe.reader.baseline.deviations import ENOUGH, STRETCHES, Deviation, Deviations, deviations
-from ddpprobe.reader.baseline.levels import LOOKS, Levels, Quantity
+from ddpprobe.reader.baseline.levels import LOOKS, Levels
 from ddpprobe.reader.compare.run_differences import reasons
 from ddpprobe.reader.compare.timeline import length, timeline
 from ddpprobe.reader.listed_run import listed
@@ -28,7 +29,6 @@ from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import number, plain
 from ddpprobe.records.near_names import nearest
 
-MOST = 15  # rows of a table, names of a list; --json has all
 FEWEST = 2  # good runs: one alone does not say how far healthy runs are apart
 
 
@@ -55,19 +55,20 @@ def run(args: argparse.Namespace) -> int:
             f"{one if args.good else 'no other run is named'}: name {FEWEST} good ones at least "
             f"beside {args.run}; where two runs part, ddpprobe compare says"
         )
-    mine, *others = (opened(path) for path in (args.run, *args.good))
-    total = sum(length(each) for each in (mine, *others)) or None
+    runs = [opened(path) for path in (args.run, *args.good)]
+    mine, *others = runs
+    total = sum(map(length, runs)) or None
     with progress("reading", total, silent=args.json) as bar:
         own = _levels(mine, args.sites, None, bar.advance)
         theirs = [_levels(other, args.sites, own.edges, bar.advance) for other in others]
-    lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
+    lost = lost_of(runs)
     found = deviations(own, theirs)
     if found.stretches < STRETCHES or not found.found:
         if lost:  # it may well have been there
             say("undecided: too little is left to compare")
             return report_gaps(lost)
-        raise _nothing_found(args, (mine, *others), (own, *theirs))
-    held = [each.completeness() for each in (mine, *others)]
+        raise _nothing_found(args, runs, (own, *theirs))
+    held = [each.completeness() for each in runs]
     notes = [*_doubts(args, found, others, is_live=held[0].live), *_left_out(found)]
     differing = _differing(mine, others)
     if args.json:
@@ -76,11 +77,9 @@ def run(args: argparse.Namespace) -> int:
         for line in lines(found, own, len(others), differing, notes):
             say(plain(line))
     unknown = [
-        f"{each.path}: {text}"
-        for each, of in zip((mine, *others), held, strict=True)
-        for text in of.unknown()
+        f"{each.path}: {text}" for each, of in zip(runs, held, strict=True) for text in of.unknown()
     ]
-    lost = [f"{r.path}: {thing}" for r in (mine, *others) for thing in r.lost]
+    lost = lost_of(runs)
     return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
 
 
@@ -122,12 +121,12 @@ def lines(
     yield from notes
     if outside:
         shown = outside[:MOST]
-        names = shortened(plain(place(d.quantity)) for d in shown)
+        names = shortened(plain(d.quantity) for d in shown)
         rows = [("since", "through", "where", "what", "this run", "the others", "times allowed")]
         rows += [
             (
                 _since(d), "the end" if d.lasts else str(d.last), name, d.quantity.stat,
-                _short(d.value), _range(d), _times(d.excess),
+                _short(d.value), _range(d), times_allowed(d.excess),
             )
             for d, name in zip(shown, names, strict=True)
         ]  # fmt: skip
@@ -142,7 +141,7 @@ def lines(
 
 def _verdict(found: Deviations, others: int) -> str:
     first, *_ = found.outside or found.found
-    quantity = f"{place(first.quantity)}, {first.quantity.stat},"
+    quantity = f"{first.quantity}, {first.quantity.stat},"
     numbers = f"{_short(first.value)} against {_range(first)}"
     if found.outside:
         where = "" if first.farthest == first.first else f" from step {first.farthest} on"
@@ -152,18 +151,14 @@ def _verdict(found: Deviations, others: int) -> str:
         )
     return (
         f"within what {others} runs did, in what is compared: the farthest is "
-        f"{_times(first.excess)} of what is allowed, at step {first.farthest}: {quantity} {numbers}"
+        f"{times_allowed(first.excess)} of what is allowed, at step {first.farthest}: {quantity} "
+        f"{numbers}"
     )
 
 
 def _since(d: Deviation) -> str:
     """Return between which sampled steps it began."""
     return f"{d.first}-{d.by}" if d.by > d.first else str(d.first)
-
-
-def place(quantity: Quantity) -> str:
-    """Name a site or a scalar."""
-    return quantity.scalar if quantity.site is None else str(quantity.site)
 
 
 def _range(d: Deviation) -> str:
@@ -173,10 +168,6 @@ def _range(d: Deviation) -> str:
 
 def _short(level: float) -> str:
     return "not finite" if math.isnan(level) else number(float(f"{level:.3g}"))
-
-
-def _times(excess: float) -> str:
-    return "-" if math.isinf(excess) else f"{excess:.3g}"
 
 
 def _doubts(
@@ -205,10 +196,8 @@ def _left_out(found: Deviations) -> Iterator[str]:
             "before the reduction, and their norms"
         )
     for text, some in (("not in this run", found.missing), ("only in this run", found.added)):
-        names = list(dict.fromkeys(place(quantity) for quantity in some))
-        if names:
-            more = f", ... ({len(names)} in all)" if len(names) > MOST else ""
-            yield f"{text}: {', '.join(names[:MOST])}{more}"
+        if some:
+            yield f"{text}: {some_of(dict.fromkeys(map(str, some)))}"
 
 
 def _differing(run: Run, others: Sequence[Run]) -> list[tuple[str, str, str]]:
@@ -239,8 +228,8 @@ def as_json(
         "outside": [_deviation(d) for d in found.outside],
         "farthest": _deviation(found.found[0]),
         "resplit": found.resplit,
-        "missing": [place(quantity) for quantity in found.missing],
-        "added": [place(quantity) for quantity in found.added],
+        "missing": [str(quantity) for quantity in found.missing],
+        "added": [str(quantity) for quantity in found.added],
         "reasons": [{"name": name, "run": x, "good": y} for name, x, y in differing],
         "notes": list(notes),
     }  # fmt: skip
@@ -266,8 +255,8 @@ def _nothing_found(
     if args.sites != "*":
         names = [{str(q.site) for q in levels.quantities.values()} for levels in each]
         without = [str(run.path) for run, held in zip(runs, names, strict=True) if not held]
-        known = [str(site) for run in runs for site in run.series("*", "numel").sites]
         if without:
+            known = [str(site) for run in runs for site in run.series("*", "numel").sites]
             return RunError(
                 f"no site of {', '.join(without)} matches {args.sites!r} (a scalar is compared "
                 f"without --sites); nearest in all of them: {nearest(args.sites, known)}"

@@ -17,6 +17,7 @@ from ddpprobe.cli.names import shortened
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run, opened
+from ddpprobe.cli.several_runs import MOST, lost_of, some_of, times_allowed
 from ddpprobe.errors import RunError
 from ddpprobe.reader.compare.difference import Comparison, Difference, Growth
 from ddpprobe.reader.compare.run_differences import Bits, first_bits, reasons
@@ -32,7 +33,6 @@ from ddpprobe.records.step import IN_TURN
 if TYPE_CHECKING:
     from ddpprobe.records.step import Site
 
-MOST = 15  # rows of a table, names of a list: what fits beside the verdict; --json has all
 Answer = tuple[Comparison, tuple[int, Bits | None], list[tuple[str, str, str]]]
 
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     total = sum(map(length, runs)) or None
     with progress("comparing", total, silent=args.json) as bar:
         found = compare(*runs, allowed, args.sites, bar.advance)
-    lost = [f"{r.path}: {thing}" for r in runs for thing in r.lost]
+    lost = lost_of(runs)
     if not found.steps or not (found.sites or found.left_out or any(found.alone)):
         if lost:  # it may well have been there
             return report_gaps(lost)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         for line in lines(answer, exact=args.exact):
             say(plain(line))
     unknown = [f"{r.path}: {text}" for r in runs for text in r.completeness().unknown()]
-    lost = [f"{r.path}: {thing}" for r in runs for thing in r.lost]
+    lost = lost_of(runs)
     return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
 
 
@@ -149,7 +149,7 @@ def _earliest(differences: list[Difference]) -> Iterator[str]:
     rows = [("step", "where", "statistic", "A", "B", "times allowed")]
     names = shortened(plain(place(p)) for p in differences[:MOST])
     rows += [
-        (str(p.step), name, p.stat, *_sides(p), _times(p.excess))
+        (str(p.step), name, p.stat, *_sides(p), times_allowed(p.excess))
         for p, name in zip(differences, names, strict=False)
     ]
     yield from ("", "where they part first")
@@ -164,7 +164,7 @@ def _grown(growth: list[Growth]) -> Iterator[str]:
     rows = [("step", "sites apart", "loss A", "loss B", "times allowed", "at")]
     names = shortened(plain(g.worst or UNOBSERVED) for g in growth)
     rows += [
-        (str(g.step), f"{g.apart} of {g.compared}", *_read(g.a, g.b), _times(g.excess), name)
+        (str(g.step), f"{g.apart} of {g.compared}", *_read(g.a, g.b), times_allowed(g.excess), name)
         for g, name in zip(growth, names, strict=True)
     ]
     yield from ("", "how far apart they are from then on")
@@ -195,22 +195,16 @@ def _notes(found: Comparison) -> Iterator[str]:
     if found.incomplete:
         yield f"a rank is missing at {_count(found.incomplete, 'compared step')}"
     for why, sites in found.left_out.items():
-        yield f"not compared ({why}): {_names(sites)}"
+        yield f"not compared ({why}): {some_of(sites)}"
     for name, alone in zip("AB", found.alone, strict=True):
         if alone:
-            yield f"only in {name}: {_names(alone)}"
+            yield f"only in {name}: {some_of(alone)}"
     if found.renamed:
         pairs = [f"{a} is {b}" for a, b in found.renamed]
-        yield f"renamed, by their numbers: {_names(pairs)}"
+        yield f"renamed, by their numbers: {some_of(pairs)}"
     if found.recast:
         pairs = [f"{a} {a.dtype} | {b.dtype}" for a, b in found.recast.items()]
-        yield f"another dtype: {_names(pairs)}"
-
-
-def _names(things: Iterable[object]) -> str:
-    texts = [str(thing) for thing in things]
-    more = f", ... ({len(texts)} in all)" if len(texts) > MOST else ""
-    return ", ".join(texts[:MOST]) + more
+        yield f"another dtype: {some_of(pairs)}"
 
 
 def _sides(difference: Difference) -> tuple[str, str]:
@@ -231,10 +225,6 @@ def _both(a: float, b: float) -> tuple[str, str]:
     short = number(a), number(b)
     alike = short[0] == short[1] and a != b and not math.isnan(a + b)
     return (repr(a), repr(b)) if alike else short
-
-
-def _times(excess: float) -> str:
-    return "-" if math.isinf(excess) else f"{excess:.3g}"
 
 
 def _count(n: int, what: str) -> str:

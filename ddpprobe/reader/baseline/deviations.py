@@ -210,7 +210,7 @@ class _Compared:
     """
 
     def __init__(self, quantities: Sequence[Quantity], kept: Floats) -> None:
-        self._quantities = quantities
+        self._quantities, self._rows_of_kind = quantities, _by_kind(quantities)
         self._elements = kept[ELEMENTS].max(axis=(0, 2), initial=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             theirs = np.nan_to_num(np.abs(kept[SUM, 1:] / kept[COUNT, 1:]))
@@ -301,7 +301,7 @@ class _Compared:
         units = np.where(floors > 0, floors, 1.0)
         own = squares.sum(axis=0) / np.maximum(n - 1, 1) / units**2
         of_kind = np.zeros_like(own)
-        for rows in self._kinds().values():
+        for rows in self._rows_of_kind.values():
             of_kind[rows] = own[rows].mean(axis=0)
         apart = units * np.sqrt(np.maximum(own, of_kind) * (1 + 1 / n))
         allowed = np.maximum(floors, (_OVER_RUNS + _OF_FEW / n) * apart)
@@ -341,18 +341,19 @@ class _Compared:
     def _next_to_nothing(self) -> Floats:
         """Return the rms that is as good as zero, by those of other sites of its kind."""
         out = np.zeros(len(self._quantities))
-        for (_, _, stat), rows in self._kinds().items():
+        for (_, _, stat), rows in self._rows_of_kind.items():
             if stat == RMS:
                 out[rows] = _NOTHING * np.median(self._largest[rows])
         return out
 
-    def _kinds(self) -> Mapping[tuple[str, str, str], list[int]]:
-        """Return the rows of each kind of site, and of scalars, by statistic."""
-        found = defaultdict(list)
-        for i, (site, _, _, stat) in enumerate(self._quantities):
-            leaf = site.leaf if site and site.kind == "optim_state" else ""
-            found[site.kind if site else "", leaf, stat].append(i)
-        return found
+
+def _by_kind(quantities: Sequence[Quantity]) -> Mapping[tuple[str, str, str], list[int]]:
+    """Return the places of each kind of site, and of scalars, by statistic."""
+    found = defaultdict(list)
+    for i, (site, _, _, stat) in enumerate(quantities):
+        leaf = site.leaf if site and site.kind == "optim_state" else ""
+        found[site.kind if site else "", leaf, stat].append(i)
+    return found
 
 
 def _widened(levels: Floats, extreme: np.ufunc) -> Floats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
@@ -100,6 +100,10 @@ class Quantity(NamedTuple):
         site = self.site.key if self.site else ()
         return (*site, str(self.nth), self.scalar, self.stat)
 
+    def __str__(self) -> str:
+        """Name its site, or the scalar."""
+        return self.scalar if self.site is None else str(self.site)
+
     @property
     def is_setting(self) -> bool:
         """Whether a script sets it, and training does not change it."""
@@ -138,8 +142,8 @@ class Levels:
         self.splits: set[tuple[int, float | None]] = set()
         self._row: dict[tuple[str, ...], int] = {}
         self._stretches: list[Floats] = []  # [_KEPT, rows] each
-        self._looks: list[int] = []  # of each stretch, and the newest sampled step in it
-        self._newest: list[int] = []
+        self._looks: Counter[int] = Counter()  # of each stretch, and the newest sampled step in it
+        self._newest: dict[int, int] = {}
         self._of_sites = IdentityCache(self._place, _TABLES)
 
     def take(self, record: StepRecord) -> None:
@@ -153,8 +157,6 @@ class Levels:
         if at < 0:
             return
         self.steps, self.last = self.steps + 1, record.step
-        new = [0] * (at + 1 - len(self._looks))
-        self._looks, self._newest = [*self._looks, *new], [*self._newest, *new]
         self._looks[at] += 1
         self._newest[at] = record.step
         ranks = len(record.ranks) + len(record.missing)
@@ -176,7 +178,7 @@ class Levels:
 
     def looks(self, stretch: int) -> int:
         """Return how many sampled steps a stretch has; 0 of one that there is not."""
-        return self._looks[stretch] if stretch < len(self._looks) else 0
+        return self._looks[stretch]
 
     def newest(self, stretch: int) -> int:
         """Return the newest sampled step of a stretch that has any."""
@@ -184,8 +186,7 @@ class Levels:
 
     def _stretch(self, step: int) -> int:
         """Return the stretch of a step, which may be a new one; -1: it is before all of them."""
-        newest = self._looks[-1] if self._looks else 0
-        is_full = newest >= max(LOOKS, self.steps // _PART)
+        is_full = self.looks(len(self.edges) - 1) >= max(LOOKS, self.steps // _PART)
         if self._makes and (is_full or not self.edges):
             self.edges.append(step)
         return bisect_right(self.edges, step) - 1
