@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     found = deviations(own, theirs)
     if found.stretches < STRETCHES or not found.found:
         if lost:  # it may well have been there
-            say("undecided: too little is left to compare")
+            if not args.json:
+                say("undecided: too little is left to compare")
             return report_gaps(lost)
         raise _nothing_found(args, runs, (own, *theirs))
     held = [each.completeness() for each in runs]

@@ -421,6 +421,19 @@ def test_a_pattern_may_match_the_run_itself_and_a_good_run_twice(tmp_path, goods
     assert again == (code, out, err + told)
 
 
+def test_of_a_damaged_run_with_too_little_left_a_reader_of_json_is_told_nothing_false(
+    tmp_path, goods, call
+):
+    bad = write(tmp_path / "bad", 0, steps=9)
+    (segment, *_) = sorted(bad.rglob("*.wal"))
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    segment.write_bytes(content)
+    code, out, err = call("baseline", bad, *goods)
+    assert (code, out) == (3, "undecided: too little is left to compare\n")
+    assert call("baseline", bad, *goods, "--json") == (3, "", err)
+
+
 def test_sites_alone_are_compared_if_some_are_asked_for(tmp_path, goods, call):
     bad = write(tmp_path / "bad", 0, scaled("loss", 20, first=16))
     assert "loss" in call("baseline", bad, *goods)[1].splitlines()[0]
