@@ -7,8 +7,8 @@
     deaths      random deaths of real ranks, and what is said of each (--runs N)
     origins     where a NaN began, on sampled steps and others (--runs N)
 
-Without a word all of them run, which takes an hour or two on two cores. Prints a table; exits with
-1 if anything was lost, wrong, or came about without a word.
+Without a word all of them run, which takes an hour or two on two cores. Each prints what it has
+found when it ends. Exits with 1 if anything was lost, wrong, or came about without a word.
 """
 
 from __future__ import annotations
@@ -97,21 +97,18 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.what) - SECTIONS.keys():
         parser.error(f"no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    rows, failed = [], []
+    failed = 0
     for name in args.what or SECTIONS:
         started = time.monotonic()
         # In memory where possible: what is killed here are processes, not machines.
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="ddpprobe-faults-", dir=memory) as scratch:
             done, problems = SECTIONS[name](Path(scratch), args)
-        rows += [(name, what, count) for what, count in done.items()]
-        rows.append((name, f"in {time.monotonic() - started:.0f} s", sum(done.values())))
-        failed += [f"{name}: {text}" for text in problems]
-    for name, what, count in rows:
-        print(f"{name:10} {what:40} {count:7}")
-    print(f"{len(failed)} problems")
-    for text in failed:
-        print(f"  {text}")
+        rows = [*done.items(), (f"in {time.monotonic() - started:.0f} s", sum(done.values()))]
+        lines = [f"{name:10} {what:40} {count:7}" for what, count in rows]
+        print(*lines, *(f"{name}: {text}" for text in problems), sep="\n", flush=True)
+        failed += len(problems)
+    print(f"{failed} problems")
     return int(bool(failed))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from ddpprobe.cli import main
-from ddpprobe.errors import PackDamaged, StoreDamaged, TensorError
+from ddpprobe.errors import PackDamaged, RunError, StoreDamaged, TensorError
 from ddpprobe.reader import run as replay_run
 from ddpprobe.reader.export import job
 from tests.faults.hostile_captures import KEPT, MODULE, STORED
@@ -196,7 +196,7 @@ def ask(run: Path) -> list[str]:
                     assert all(t.shape is not None for t in stored_call.tensors.values())
         assert sum(1 for _ in opened.readings()) >= 0
         opened.expired()
-    except replay_run.RunError:
+    except RunError:
         return []
     except (TensorError, StoreDamaged, PackDamaged):
         return []
