@@ -212,8 +212,10 @@ TRAINING = "training_share"  # scalar: of the modules, those in training mode in
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 # Scalar: steps that the optimizer's state has counted before this one; absent if it counts none.
 OPTIMIZER_STEPS = "optimizer_steps"
-# Scalar: by how much the optimizers keep of their second moments in a step; absent if they differ.
-MOMENT_DECAY = "second_moment_decay"
+# Scalars: by how much the optimizers keep of their moments in a step; absent if they differ. That of
+# the first is Adam's first beta, and the momentum of SGD.
+FIRST_DECAY, MOMENT_DECAY = "first_moment_decay", "second_moment_decay"
+WEIGHT_DECAY = "weight_decay"  # scalar: the largest of all parameter groups
 # Scalars, each with the option after it: an option of the optimizers that no schedule changes, a
 # bool as 0 or 1; absent if groups differ in it, or where it is no plain number.
 OPTION = "optimizer_option@"
@@ -249,8 +251,7 @@ PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
 # among the rows a label weighs. NaN: it is another loss.
 CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class_weight"
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
-CLASS_SEEN, LABEL_BITS = "classes_seen", 52
-CLASS_POWER = "class_power"
+CLASS_SEEN, LABEL_BITS, CLASS_POWER = "classes_seen", 52, "class_power"
 # Scalar of the first sampled steps, see `hooks.extra_activation`: what outputs went through before
 # a loss that has its own: a place among these, from 1 on. 0: nothing; NaN: nobody can tell yet.
 EXTRA_ACTIVATION = "extra_activation"
@@ -277,8 +278,7 @@ RECOMPUTED, RECOMPUTED_AT = "recomputed_apart", "recomputed_module"
 PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"
 # Scalar of a record that tells of a bad step ahead of its losses: that of the step, if it is known.
 LOSS_OF_BAD = "loss_of_first_bad"
-# Scalar: `first_bad` is an output of a module of which nobody knows whether it was given finite
-# tensors.
+# Scalar: nobody knows whether the module whose output is `first_bad` was given finite tensors.
 UNREAD_INPUT = "first_bad_of_unread_input"
 
 

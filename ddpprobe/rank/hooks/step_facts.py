@@ -23,6 +23,7 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
+    FIRST_DECAY,
     INPUT_ELEMENTS,
     INPUT_MAX,
     INPUT_MEAN,
@@ -41,6 +42,7 @@ from ddpprobe.records.step import (
     STALE,
     TRAINABLE,
     TRAINING,
+    WEIGHT_DECAY,
 )
 
 INPUTS = 4  # tensors that the root is given, the first ones
@@ -75,6 +77,7 @@ class OptimizerFacts:
         self._norms = UsedNorms()
         self._rate: float | None = None
         self._is_far = False  # a learning rate that the host may not read
+        self._weight_decays: list[float | None] = []  # of all groups that have one
         # Scalar -> what the groups say; None: what nobody knows. Told is what all say.
         self._said: defaultdict[str, set[float | None]] = defaultdict(set)
 
@@ -82,6 +85,7 @@ class OptimizerFacts:
         """Forget the step before."""
         self._norms.begin_step()
         self._rate, self._is_far = None, False
+        self._weight_decays.clear()
         self._said.clear()
 
     def add(
@@ -102,7 +106,10 @@ class OptimizerFacts:
             _add_steps(optimizer, rows)
         groups = getattr(optimizer, "param_groups", ())
         for group in groups:
+            if WEIGHT_DECAY in group:
+                self._weight_decays.append(_plain(group[WEIGHT_DECAY]))
             self._said[MOMENT_DECAY].add(_decay_of(group))
+            self._said[FIRST_DECAY].add(_first_decay_of(group))
             for option in OPTIONS:
                 if option in group:
                     self._said[f"{OPTION}{option}"].add(_plain(group[option]))
@@ -117,12 +124,16 @@ class OptimizerFacts:
     def tell(self, rows: StepRows, *, alone: bool) -> dict[str, float]:
         """Put the norm of the gradients as they are used into `rows`, and return what is known.
 
-        That is the largest learning rate of all groups, and the decay of second moments (Adam's
-        second beta, RMSprop's alpha) and the options of `OPTIONS` where all groups agree on it.
+        That is the largest learning rate and weight decay of all groups, and the decay of first
+        moments (Adam's first beta, SGD's momentum) and of second ones (Adam's second beta,
+        RMSprop's alpha) and the options of `OPTIONS` where all groups agree on it.
         `alone`: as of `UsedNorms`.
         """
         self._norms.tell(rows, alone=alone)
         told = {} if self._rate is None or self._is_far else {LEARNING_RATE: self._rate}
+        known = [decay for decay in self._weight_decays if decay is not None]
+        if known and len(known) == len(self._weight_decays):
+            told[WEIGHT_DECAY] = max(known)
         for name, values in self._said.items():
             (value,) = values if len(values) == 1 else (None,)
             if value is not None:
@@ -133,6 +144,14 @@ class OptimizerFacts:
 def _plain(value: object) -> float | None:
     """Return an option as a number; None of a tensor, which the host may not read, or a tuple."""
     return float(value) if isinstance(value, float | int) else None
+
+
+def _first_decay_of(group: Mapping[str, Any]) -> float | None:
+    """Return the decay of first moments of a group; None where there are none, or on a device."""
+    if "betas" not in group:
+        return _plain(group.get("momentum"))
+    betas = group["betas"]
+    return _plain(betas[0]) if isinstance(betas, (tuple, list)) and len(betas) == 2 else None
 
 
 def _decay_of(group: Mapping[str, Any]) -> float | None:

@@ -24,6 +24,7 @@ from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
+    FIRST_DECAY,
     INPUT_ELEMENTS,
     INPUT_MEAN,
     INPUT_RMS,
@@ -47,6 +48,7 @@ from ddpprobe.records.step import (
     TRAINABLE,
     TRAINING,
     UNREAD_INPUT,
+    WEIGHT_DECAY,
     Site,
     StepRecord,
     derive,
@@ -73,7 +75,9 @@ _LEFT_OUT = (OF_THE_BATCH - _OF_MANY_BATCHES) | {
 # NaN where nobody can tell them: of another loss than a cross-entropy, say.
 _MAY_BE_UNKNOWN = {CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT}
 # What a script sets, and training does not change.
-_SET = {LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, TRAINABLE, TRAINING}
+_SET = {
+    FIRST_DECAY, LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, TRAINABLE, TRAINING, WEIGHT_DECAY,
+}  # fmt: skip
 _TABLES = 64  # tables of sites that are remembered; a run has a handful
 # What is kept of a number in a stretch: at how many looks it was finite, its sum, and that of its
 # squares; how often it was above zero, and the same sums of its logarithm to the base of 10; at how

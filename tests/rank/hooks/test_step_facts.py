@@ -18,6 +18,7 @@ from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
+    FIRST_DECAY,
     INPUT_ELEMENTS,
     LEARNING_RATE,
     MOMENT_DECAY,
@@ -26,6 +27,7 @@ from ddpprobe.records.step import (
     STALE,
     TRAINABLE,
     TRAINING,
+    WEIGHT_DECAY,
 )
 
 from ... import far
@@ -148,24 +150,40 @@ def test_the_steps_that_an_optimizer_has_counted_are_told_before_each(
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "decay"),
+    ("kind", "more", "first", "second"),
     [
-        (torch.optim.AdamW, {"betas": (0.9, 0.95)}, 0.95),
-        (torch.optim.RMSprop, {"alpha": 0.9}, 0.9),
-        (torch.optim.Adadelta, {"rho": 0.8}, 0.8),
-        (torch.optim.SGD, {"momentum": 0.9}, None),
-        (torch.optim.Adagrad, {}, None),
+        (torch.optim.AdamW, {"betas": (0.9, 0.95)}, 0.9, 0.95),
+        (torch.optim.RMSprop, {"alpha": 0.9, "momentum": 0.5}, 0.5, 0.9),
+        (torch.optim.Adadelta, {"rho": 0.8}, None, 0.8),
+        (torch.optim.SGD, {"momentum": 0.9}, 0.9, None),
+        (torch.optim.SGD, {}, 0.0, None),
+        (torch.optim.Adagrad, {}, None, None),
     ],
 )
-def test_how_much_of_the_second_moments_a_step_keeps_is_told_where_all_groups_agree(
-    kind: type[torch.optim.Optimizer], more: dict[str, object], decay: float | None
-) -> None:
-    first, second = ([nn.Parameter(torch.ones(1))] for _ in range(2))
-    one, other = kind(first, lr=0.1, **more), kind(second, lr=0.1, **more)
+def test_how_much_of_the_moments_a_step_keeps_is_told_where_all_groups_agree(
+    kind: type[torch.optim.Optimizer], more: dict[str, object],
+    first: float | None, second: float | None,
+) -> None:  # fmt: skip
+    some, others = ([nn.Parameter(torch.ones(1))] for _ in range(2))
+    one, other = kind(some, lr=0.1, **more), kind(others, lr=0.1, **more)
     for all_ in ([one], [one, other]):
-        assert facts_of(*all_)[0].get(MOMENT_DECAY) == decay
-    odd = torch.optim.Adam(second, lr=0.1, betas=(0.9, 0.5))
-    assert MOMENT_DECAY not in facts_of(one, odd)[0]
+        told = facts_of(*all_)[0]
+        assert (told.get(FIRST_DECAY), told.get(MOMENT_DECAY)) == (first, second)
+    odd = torch.optim.Adam(others, lr=0.1, betas=(0.8, 0.5))
+    assert {FIRST_DECAY, MOMENT_DECAY}.isdisjoint(facts_of(one, odd)[0])
+
+
+def test_the_largest_weight_decay_of_all_groups_is_told_if_all_are_numbers() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:2]}]
+    one = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+    other = torch.optim.SGD(weights[2:], lr=0.1, weight_decay=0.5)
+    assert facts_of(one)[0][WEIGHT_DECAY] == 0.1
+    assert facts_of(one, other)[0][WEIGHT_DECAY] == facts_of(other, one)[0][WEIGHT_DECAY] == 0.5
+    other.param_groups[0]["weight_decay"] = torch.tensor(0.5)
+    assert WEIGHT_DECAY not in facts_of(one, other)[0]
+    other.param_groups[0].pop("weight_decay")
+    assert facts_of(one, other)[0][WEIGHT_DECAY] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -436,10 +454,12 @@ def test_a_learning_rate_that_is_a_tensor_is_told_unless_the_script_tells_its_ow
         optimizer = torch.optim.SGD(groups, lr=3.0)
         if logged is not None:
             rows.add_scalar(LEARNING_RATE, logged)
-        assert facts_of(optimizer, rows=rows) == ({}, {LEARNING_RATE: want, OPTIMIZER_STEPS: 0.0})
+        told, in_rows = facts_of(optimizer, rows=rows)
+        assert LEARNING_RATE not in told
+        assert in_rows == {LEARNING_RATE: want, OPTIMIZER_STEPS: 0.0}
     both = [torch.optim.SGD([weights[0]], lr=0.1), torch.optim.SGD([weights[1]], lr=0.2)]
-    assert facts_of(*both)[0] == facts_of(*both[::-1])[0] == {LEARNING_RATE: 0.2}
-    assert facts_of(torch.optim.SGD(groups, lr=3.0), *both)[0] == {}
+    assert facts_of(*both)[0][LEARNING_RATE] == facts_of(*both[::-1])[0][LEARNING_RATE] == 0.2
+    assert LEARNING_RATE not in facts_of(torch.optim.SGD(groups, lr=3.0), *both)[0]
     assert facts_of(object())[0] == {}
 
 
@@ -447,8 +467,11 @@ def test_the_facts_of_a_step_before_are_forgotten() -> None:
     facts, weight = step_facts.OptimizerFacts(), nn.Parameter(torch.ones(1))
     for rate, beta in ((0.5, 0.9), (0.1, 0.8)):
         facts.begin_step()
-        optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, beta), eps=rate)
-        assert facts_of(optimizer, facts=facts)[0] == {LEARNING_RATE: rate, MOMENT_DECAY: beta}
+        betas = (rate, beta)
+        optimizer = torch.optim.Adam([weight], lr=rate, betas=betas, eps=rate, weight_decay=beta)
+        assert facts_of(optimizer, facts=facts)[0] == {
+            LEARNING_RATE: rate, FIRST_DECAY: rate, MOMENT_DECAY: beta, WEIGHT_DECAY: beta,
+        }  # fmt: skip
         assert options_of(optimizer, facts=facts)["eps"] == rate
 
 
