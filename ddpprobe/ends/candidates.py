@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 from ddpprobe.ends.death_order import DeathOrder
-from ddpprobe.ends.rank_ends import ABORTED, CAUSE, CHOSE, LOST, RankEnds
+from ddpprobe.ends.evidence import UNKNOWN
+from ddpprobe.ends.rank_ends import ABORTED, CAUSE, CHOSE, LEFT, LOST, RankEnds
 from ddpprobe.records.fate import Fate
 
 # Exceptions, by their names, of a script's own connections: a peer's end may be behind them.
 _OF_CONNECTIONS = re.compile(r"connection|time_?d?_?out|broken_?pipe|eof|disconnect", re.IGNORECASE)
+
+_ON_ITS_WAY = {"SIGTERM", "", UNKNOWN}  # how one ends that had left, and was told to end then
 
 
 def candidates(parts: RankEnds) -> list[Fate]:
@@ -28,6 +31,29 @@ def candidates(parts: RankEnds) -> list[Fate]:
         least = min(f.clock.key for f in pool if f.clock)
         pool = [f for f in pool if f.clock and f.clock.key == least]
     return sorted([*pool, *_unseen_before(parts, pool)], key=lambda f: f.rank)
+
+
+def left_alike(parts: RankEnds, pool: list[Fate]) -> list[Fate]:
+    """Return who left where these chose their exit code, and may have left by the same one.
+
+    What a script does on all ranks (a check, a requeue) one of them does first, and its launcher
+    then ends those that are on their way out. None, if no other one was.
+    """
+    if any(parts.part(f) != CHOSE or not _leaves(f) for f in pool):
+        return []
+    hows = {f.how for f in pool}
+    places = {f.clock.key for f in pool if f.clock}
+    found = [
+        f for f in parts.all(CHOSE, LEFT)
+        if _leaves(f) and f.clock and f.clock.key in places and f.how in {*hows, *_ON_ITS_WAY}
+    ]  # fmt: skip
+    return found if len(hows) == len(places) == 1 and len(found) > 1 else []
+
+
+def _leaves(fate: Fate) -> bool:
+    """Whether it left between two steps, at the end of its interpreter, and without an error."""
+    between = fate.clock is not None and fate.clock.phase == "data"
+    return between and fate.closed and fate.at_exit and fate.error is None
 
 
 def _unseen_before(parts: RankEnds, pool: list[Fate]) -> list[Fate]:

@@ -40,13 +40,18 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
     stuck = _behind(here or waited)
     least = min((f.clock.key for f in stuck if f.clock), default=None)
     # One that waits further behind may be waited for as well: each for the other.
-    ahead = [f for f in waited if f.clock and least is not None and f.clock.key < least]
-    stuck = [*stuck, *_behind(ahead)]
+    # So may one in the same place that had raised before, and waits while it handles that.
+    ahead = [
+        f for f in waited
+        if f.clock and least is not None
+        and (f.clock.key < least or (f.clock.key == least and _handled(f)))
+    ]  # fmt: skip
+    stuck = [*stuck, *(f for f in _behind(ahead) if f not in stuck)]
     # One whose communication broke in the same place had waited there as well.
     places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
     known = {f.rank for f in stuck}
     also = [f for f in waited if f.rank not in known and f.clock and f.clock.key in places]
-    return _not_waiting(sorted([*stuck, *also], key=lambda f: f.rank))
+    return _handling(_not_waiting(sorted([*stuck, *also], key=lambda f: f.rank)))
 
 
 def left_early(parts: RankEnds) -> list[Fate]:
@@ -95,15 +100,7 @@ def missed(parts: RankEnds) -> list[Fate]:
 
 def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
     """Return what is said of ranks that the others waited for, and how they stood still."""
-    if len(stuck) == 1 and stuck[0].suspended:
-        text, how = f"{place_of(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
-    elif len(stuck) == 1 and stuck[0].paused:
-        text, how = f"{place_of(stuck)}, was paused (probe.pause) and did not come back", "hang"
-    elif len(stuck) == 1:
-        did = "waited for the others" if all_wait(stuck) else "did not move on"
-        text, how = f"{place_of(stuck)}, {did}", "hang"
-    else:
-        text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
+    text, how = _first_words(stuck)
     stuck_ranks = {f.rank for f in stuck}
     waiting = [f for f in parts.case.fates if f.rank not in stuck_ranks and f.clock]
     if waiting:
@@ -112,17 +109,34 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
         text += ", if all ranks have equally many micro-batches"
     text += _where_they_stand(stuck, waiting)
     for fate in parts.case.fates:
-        if fate.error is not None and fate.error.behind:
-            text += f"; rank {fate.rank} waited while it handled {fate.error.behind}"
+        if _handled(fate) and stuck != [fate]:
+            text += f"; rank {fate.rank} waited while it handled {_handled(fate)}"
     ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
     if ends and not parts.has(ALIVE):
         text += f", until the ranks ended ({', '.join(ends)})"
-    if len(_by_place([*stuck, *waiting])) > 1 and all_wait([*stuck, *waiting]):
+    explained = any(map(_handled, stuck))
+    apart = len(_by_place([*stuck, *waiting])) > 1
+    if apart and not explained and all_wait([*stuck, *waiting]):
         text += (
             ". They waited for each other in calls that do not meet: one makes a call that others "
             "leave out or make in another order, or what was sent did not arrive"
         )
     return text, how
+
+
+def _first_words(stuck: list[Fate]) -> tuple[str, str]:
+    where = place_of(stuck)
+    if len(stuck) > 1:
+        return f"no rank moved on: {where}, and nothing says which was first", "hang"
+    if stuck[0].suspended:
+        return f"{where}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
+    if stuck[0].paused:
+        return f"{where}, was paused (probe.pause) and did not come back", "hang"
+    handled = _handled(stuck[0])
+    if handled:
+        return f"{where}, waited for the others while it handled {handled}", "hang"
+    did = "waited for the others" if all_wait(stuck) else "did not move on"
+    return f"{where}, {did}", "hang"
 
 
 def _behind(fates: list[Fate]) -> list[Fate]:
@@ -138,6 +152,21 @@ def _not_waiting(stuck: list[Fate]) -> list[Fate]:
     waits = [f.stands.waits if f.stands is not None else None for f in stuck]
     others = [f for f, one in zip(stuck, waits, strict=True) if not one]
     return others if others and None not in waits else stuck
+
+
+def _handling(stuck: list[Fate]) -> list[Fate]:
+    """Return, of ranks that all waited, those that had raised before, on their own.
+
+    One that waits in a `finally` came to it by its exception.
+    """
+    waited = all((f.stands and f.stands.waits) or (f.error and f.error.collective) for f in stuck)
+    raised = [f for f in stuck if _handled(f)]
+    return raised if raised and waited else stuck
+
+
+def _handled(fate: Fate) -> str:
+    """Return the exception of its own that it handled as it waited, in words; "" if none."""
+    return fate.error.behind if fate.error is not None else ""
 
 
 def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpprobe.ends import hang
-from ddpprobe.ends.candidates import candidates, is_killed, unseen_of
+from ddpprobe.ends.candidates import candidates, is_killed, left_alike, unseen_of
 from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.end import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
 from ddpprobe.ends.evidence import UNKNOWN, Case
@@ -36,6 +36,7 @@ from ddpprobe.ends.rank_ends import (
     asked_in_words,
     may_be_told,
 )
+from ddpprobe.ends.undecided import after_closing, last_resort, watched
 from ddpprobe.ends.words import (
     broken_in_words,
     common_place,
@@ -46,6 +47,7 @@ from ddpprobe.ends.words import (
     how_of,
     last_seen_in_words,
     last_step_of,
+    left_in_words,
     memory_in_words,
     phase_of,
     place_of,
@@ -70,8 +72,9 @@ def _judge(parts: RankEnds) -> End:
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = candidates(parts)
         open_ = _all_sent(parts) or _unseen_but_killed(parts) or _same_choice(parts)
-        open_ = open_ or _all_killed(parts) or _watched(parts, pool)
-        return open_ or _last_resort(parts, pool) or _crashed(pool)
+        open_ = open_ or after_closing(parts)
+        open_ = open_ or _all_killed(parts) or watched(parts, pool)
+        return open_ or last_resort(parts, pool) or _crashed(parts, pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
     early = hang.left_early(parts)
@@ -180,57 +183,6 @@ def _all_killed(parts: RankEnds) -> End | None:
     return End(UNDECIDED, (), "SIGKILL", step_of(fates), phase_of(fates), text, grave=True)
 
 
-def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
-    """Who aborted was further on than one that was told to stop: it may have waited for that one.
-
-    NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
-    Told to stop may also be who was killed (SIGKILL), if nothing says which of the two was first.
-    For one that had come to its end an exit code may be the answer, too.
-    """
-    early = parts.all(LEFT, SILENT)
-    answers = [f for f in pool if early and parts.part(f) == CHOSE]
-    aborted = [f for f in pool if parts.part(f) == ABORTED] or answers
-    killed = [f for f in parts.all(CAUSE) if is_killed(f)]
-    killed = DeathOrder(aborted).unordered(killed)
-    known = [*aborted, *killed, *unseen_of(parts)]
-    if not aborted or any(f.clock is None or f not in known for f in pool):
-        return None
-    least = min(f.clock.key for f in aborted if f.clock)
-    after = early if aborted == answers else [*parts.all(TOLD, LOST), *early, *killed]
-    behind = [f for f in after if f.clock and f.clock.key < least]
-    if not behind:
-        return None
-    both = sorted({f.rank: f for f in (*pool, *behind)}.values(), key=lambda f: f.rank)
-    text = f"{describe(aborted[0])} while {place_of(behind)}, was behind: "
-    text += "it failed, or had waited for it"
-    ranks = tuple(f.rank for f in both)
-    return End(UNDECIDED, ranks, how_of(aborted[0]), step_of(both), None, text, grave=True)
-
-
-def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
-    """One was killed (SIGKILL), seen together with the others, who were told to stop.
-
-    Its death may be why, or it had hung behind them and did not go when it was told to. A broken
-    connection would say that it was gone before.
-    """
-    if len(pool) != 1 or not is_killed(pool[0]) or pool[0].clock is None:
-        return None
-    lost, others = pool[0], [f for f in parts.case.fates if f is not pool[0]]
-    last = min((f.clock.key for f in others if f.clock), default=pool[0].clock.key)
-    together = all(
-        parts.part(f) == TOLD
-        and f.order == lost.order >= 0
-        and f.witness == lost.witness
-        and not lost.died_before(f)
-        for f in others
-    )
-    if not others or not together or last <= pool[0].clock.key:
-        return None
-    text = f"{describe(lost)}, behind the others, who were told to stop: because of that, or "
-    text += "because it had hung, and it was killed as it did not go"
-    return End(UNDECIDED, (lost.rank,), lost.how, step_of(pool), phase_of(pool), text, grave=True)
-
-
 def _is_between_steps(parts: RankEnds) -> bool:
     """Whether all ranks ended without a word in the same place, after a whole step."""
     fates, unseen = parts.seen, unseen_of(parts)
@@ -258,10 +210,13 @@ def _quiet(parts: RankEnds) -> End:
     return End(UNDECIDED, (), hows[0], step, None, text, grave=bool(unseen_of(parts)))
 
 
-def _crashed(pool: list[Fate]) -> End:
+def _crashed(parts: RankEnds, pool: list[Fate]) -> End:
+    alike = left_alike(parts, pool)
     step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
     text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
-    if len(pool) > 1 and _raised_alike(pool):
+    if alike:
+        text, pool = left_in_words(alike, pool), alike
+    elif len(pool) > 1 and _raised_alike(pool):
         first = pool[0]
         text = f"{ranks_of(pool)} died of the same exception ({died_of(first)}) {where_of(first)}"
     elif len(pool) > 1:
@@ -369,6 +324,7 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
         return End(STOPPED, (), OWN_STOP, step_of(own), phase_of(own), text)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
     text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
+    text += last_seen_in_words(told[0]) if len(told) == 1 else ""
     text += _besides(parts)
     broken = parts.all(VICTIM)
     text += f"; {broken_in_words(broken)}" if broken else ""
@@ -450,6 +406,8 @@ def _midway(case: Case) -> End | None:
     if not within and (len(places) < 2 or not inside):
         return None
     inside = within or inside
+    first = min((f.clock.key for f in inside if f.clock), default=())
+    behind = [f for f in case.fates if f.clock and f.clock.key < first]
     step = last_step_of(inside)
     each = each_of(place_of([f]) for f in inside)
     who = "no rank" if len(inside) == len(case.fates) else "not every rank"
@@ -457,7 +415,8 @@ def _midway(case: Case) -> End | None:
     raised = raised_in_words(inside)
     caught = "an exception that the script caught"
     text += f"{raised}: {caught}" if raised else f"none said why: {caught}, or its own choice"
-    return End(UNDECIDED, (), CLEAN, step, None, text)
+    text += f"; {each_of(map(describe_left, behind))}" if behind else ""
+    return End(UNDECIDED, tuple(f.rank for f in behind), CLEAN, step, None, text)
 
 
 def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:

@@ -35,6 +35,16 @@ def describe_left(fate: Fate) -> str:
     return f"rank {fate.rank} had {did} {where_of(fate)}"
 
 
+def left_in_words(fates: list[Fate], chose: list[Fate]) -> str:
+    """Say that ranks left in the same place, some of which are known to have chosen a code."""
+    text = f"{ranks_of(fates)} left {where_of(fates[0])}"
+    code = f"with exit code {chose[0].how[5:]}"
+    if all(f.how == chose[0].how for f in fates):
+        return f"{text}, each {code}: the script ended them alike"
+    known = [f for f in fates if f.how == chose[0].how]
+    return f"{text}, {ranks_of(known)} {code}: the script ended them alike, or that one failed"
+
+
 def where_of(fate: Fate) -> str:
     """Say where one rank was. What fetches the next batch stands after the step before it.
 

@@ -29,14 +29,16 @@ _TALKING = ("torch.distributed.", "torch.nn.parallel.distributed.")
 # What is below it and talks to nobody by itself: it writes and reads files, and waits for its own
 # threads. Its collectives are in the frames of others.
 _FILES = "torch.distributed.checkpoint."
-# What a script calls for a checkpoint: module and function of the frame, and what it is called.
-_CHECKPOINTS = {
+# Calls that may take long and wait for no other rank: module and function of the frame, and what it
+# is called. The last one is Python's, when the script is over.
+_CALLS = {
     ("torch.serialization", "save"): "torch.save",
     ("torch.serialization", "load"): "torch.load",
     ("torch.distributed.checkpoint.state_dict_saver", "save"): "torch.distributed.checkpoint.save",
     ("torch.distributed.checkpoint.state_dict_saver", "async_save"):
         "torch.distributed.checkpoint.async_save",
     ("torch.distributed.checkpoint.state_dict_loader", "load"): "torch.distributed.checkpoint.load",
+    ("threading", "_shutdown"): "the wait for threads at exit",
 }  # fmt: skip
 _ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
 _OURS = ("torch.", "ddpprobe.")
@@ -111,10 +113,10 @@ def place(innermost: FrameType, *, reducing: bool = False) -> tuple[str, bool | 
 def within(innermost: FrameType) -> str:
     """Return which of torch's calls for a checkpoint a thread is in, the outermost; as `Standing`.
 
-    A `torch.save` of its own may be a part of another one.
+    A `torch.save` of its own may be a part of another one. Or that it waits for threads at exit.
     """
     calls = ((module_of(frame), frame.f_code.co_name) for frame in stack(innermost))
-    found = [_CHECKPOINTS[call] for call in calls if call in _CHECKPOINTS]
+    found = [_CALLS[call] for call in calls if call in _CALLS]
     return found[-1] if found else ""
 
 

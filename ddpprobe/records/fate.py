@@ -86,7 +86,8 @@ class Standing:
             are being reduced. False: it is none of that, though a script may wait for others in
             torch's C++. None: nor is it, and the host may wait there for a device.
         clock: how far the rank had come.
-        within: the call of torch's for a checkpoint that it was in ("torch.save"); "" if in none.
+        within: the call of torch's for a checkpoint that it was in ("torch.save"), or "the wait for
+            threads at exit"; "" if in none.
     """
 
     where: str

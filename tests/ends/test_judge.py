@@ -267,8 +267,27 @@ VERDICTS = {
         [fate(0, "exit:1", at(40, "data"), closed=True, pool="Ray"),
          fate(1, "exit:1", at(40, "backward"), closed=True, pool="Ray")], "ended", [], ""),
     "the same of processes that nobody else ends": (
-        [fate(n, "exit:1", at(40, "data"), closed=True) for n in (0, 1)], "crashed", [0, 1],
-        "exit:1"),
+        [fate(n, "exit:1", at(40, "data"), closed=True, at_exit=True) for n in (0, 1)], "crashed",
+        [0, 1], "exit:1"),
+    "the same, and one of them was ended on its way out": (
+        [fate(0, "SIGTERM", at(40, "data"), closed=True, at_exit=True, order=1),
+         fate(1, "exit:85", at(40, "data"), closed=True, at_exit=True, order=0)], "crashed",
+        [0, 1], "exit:85"),
+    "one left by a code, and one came to its end in the same place": (
+        [fate(0, "exit:3", at(40, "data"), closed=True, at_exit=True),
+         fate(1, "exit:0", at(40, "data"), closed=True, at_exit=True)], "crashed", [0], "exit:3"),
+    "one left by a code, and its peer in the step after it": (
+        [fate(0, "exit:3", at(40, "data"), closed=True, at_exit=True),
+         fate(1, "SIGTERM", at(41, "data"), closed=True, at_exit=True)], "crashed", [0], "exit:3"),
+    "processes that had closed after their training, and failed at something later": (
+        [fate(0, "exit:1", at(40, "data"), closed=True),
+         fate(1, "SIGTERM", at(40, "data"), closed=True)], "unknown", [], "exit:1"),
+    "the same while another one still trained": (
+        [fate(0, "exit:1", at(40, "data"), closed=True), raised(1, GONE, clock=at(41))],
+        "crashed", [0], "exit:1"),
+    "one swallowed a broken connection, and the other had left before that step": (
+        [fate(0, "exit:0", at(23, "backward"), closed=True, at_exit=True),
+         fate(1, "exit:0", at(23, "data"), closed=True, at_exit=True)], "unknown", [1], "exit:0"),
     "a worker that raised, and its peer, which waited until the pool ended both": (
         [fate(0, "exit:1", at(13, "backward")),
          fate(1, "exit:1", at(12, "backward"), closed=True, pool="Ray", error=OWN)],
@@ -550,6 +569,10 @@ VERDICTS = {
     "one that waited in a finally, after an error of its own": (
         [raised(0, TIMED_OUT, clock=at(17, "data")),
          raised(1, replace(TIMED_OUT, behind="ValueError: bad batch at train.py:40 in step"),
+                clock=at(17, "data"))], "hung", [1], "hang"),
+    "the same, and of the other one nobody knows whether it waited": (
+        [fate(0, "SIGTERM", at(17, "data")),
+         raised(1, replace(TIMED_OUT, behind="ValueError: bad batch at train.py:40 in step"),
                 clock=at(17, "data"))], "hung", [0, 1], "hang"),
     "one that waited in vain for one that had said it does something else": (
         [fate(0, "SIGTERM", at(11, "data"), paused=True),
@@ -791,6 +814,21 @@ def test_a_kill_of_all_between_two_steps_is_a_page_where_torchrun_had_started_th
     for quiet in (deaf, [replace(f, launcher="") for f in between]):
         end = verdict(*quiet)
         assert (end.state, end.ranks, end.grave) == ("unknown", (), False), end.message
+
+
+def test_where_one_that_was_told_to_end_had_stood_is_said() -> None:
+    over = Standing(
+        "threading.py:1590 in _shutdown", False, at(40, "data"), "the wait for threads at exit"
+    )
+    end = verdict(
+        fate(0, "exit:0", at(40, "data"), closed=True, at_exit=True),
+        fate(1, "SIGTERM", at(40, "data"), stands=over),
+    )
+    assert (end.state, end.message) == (
+        "stopped",
+        "stopped from outside: rank 1 ended because of SIGTERM; it was last seen in the wait for "
+        "threads at exit, at threading.py:1590 in _shutdown",
+    )
 
 
 def test_who_answered_a_signal_by_a_code_may_have_been_told_to_because_of_another_node() -> None:

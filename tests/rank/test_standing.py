@@ -184,9 +184,10 @@ SAVER = "torch.distributed.checkpoint.state_dict_saver"
         ([("torch.serialization", "save"), (SAVER, "save")], f"{SAVER.rpartition('.')[0]}.save"),
         ([("train", "save")], ""),
         ([("torch.serialization", "_save")], ""),
+        ([("threading", "_shutdown")], "the wait for threads at exit"),
     ],
 )
-def test_the_outermost_of_torch_s_calls_for_a_checkpoint_is_named(frames, calls, told) -> None:
+def test_the_outermost_of_the_calls_that_wait_for_no_rank_is_named(frames, calls, told) -> None:
     """`calls`: module and name of each function, the innermost first."""
     event = threading.Event()
     call: Callable[[], object] = event.wait
@@ -197,8 +198,8 @@ def test_the_outermost_of_torch_s_calls_for_a_checkpoint_is_named(frames, calls,
     assert within(frames(call, event.set)) == told
 
 
-def test_the_names_of_torch_s_calls_for_a_checkpoint_are_those_of_this_torch() -> None:
-    for module, name in standing._CHECKPOINTS:
+def test_the_names_of_these_calls_are_those_of_this_torch_and_this_python() -> None:
+    for module, name in standing._CALLS:
         call = inspect.unwrap(getattr(importlib.import_module(module), name))
         assert (call.__module__, call.__code__.co_name) == (module, name)
 
