@@ -17,7 +17,8 @@ from ddpprobe.detectors.groups import GroupNorms
 from ddpprobe.detectors.history import LogHistory, WindowedValue
 from ddpprobe.detectors.loss import PositiveLoss
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.records.step import NONFINITE, SUM_SQ, Anomaly, StepRecord
+from ddpprobe.detectors.statistics_of import placements_of, rows_of_kind
+from ddpprobe.records.step import SUM_SQ, Anomaly, StepRecord
 
 ROUNDING = 0.05  # relative: a reduction in bfloat16 rounds by 0.01
 Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
@@ -223,15 +224,12 @@ def _is_local(source: Source) -> bool:
 def _norms(record: StepRecord) -> dict[Source, float]:
     """Return the global gradient norm (one source) and each rank's local one; L2."""
     out: dict[Source, float] = {}
-    rows = [
-        i for i, s in enumerate(record.sites)
-        if s.kind == "grad" and s.placement not in ("partial", "unknown")
-    ]  # fmt: skip
-    if rows and not _is_torn(record):
+    gradients = rows_of_kind(record, "grad")
+    if len(gradients.rows) and not _is_torn(record):
         with np.errstate(over="ignore", invalid="ignore"):
-            square = float(record.values[rows, SUM_SQ].sum())
-        bad = bool(record.counts[rows, NONFINITE].any())
-        out["grad", None] = math.inf if bad else math.sqrt(max(square, 0.0))
+            square = float(record.values[gradients.rows, SUM_SQ].sum())
+        finite = gradients.finite is None
+        out["grad", None] = math.sqrt(max(square, 0.0)) if finite else math.inf
     elif reported := [float(s["grad_norm"]) for s in record.scalars.values() if "grad_norm" in s]:
         out["grad_norm", None] = max(reported)
     for rank, scalars in record.scalars.items():
@@ -242,9 +240,7 @@ def _norms(record: StepRecord) -> dict[Source, float]:
 
 def _is_torn(record: StepRecord) -> bool:
     """Whether a shard of the gradients is missing, so that rows and norms are of a part of them."""
-    return bool(record.missing) and any(
-        site.kind == "grad" and site.placement == "sharded" for site in record.sites
-    )
+    return bool(record.missing) and "sharded" in placements_of(record, "grad")
 
 
 def _beyond_mean(record: StepRecord) -> list[int]:
@@ -253,8 +249,7 @@ def _beyond_mean(record: StepRecord) -> list[int]:
     A mean of gradients has no part with a larger norm than the largest of them (triangle
     inequality). Nothing where gradients are not all sharded, or some rank's norms are not known.
     """
-    placements = {s.placement for s in record.sites if s.kind == "grad"}
-    if placements != {"sharded"} or record.missing:
+    if placements_of(record, "grad") != {"sharded"} or record.missing:
         return []
     said = {rank: record.scalars.get(rank, {}) for rank in record.ranks}
     parts = {rank: float(s.get("grad_norm", math.nan)) for rank, s in said.items()}

@@ -22,6 +22,7 @@ from ddpprobe.detectors.rank_scalars import (
 )
 from ddpprobe.detectors.reduction_factor import Factor, ReductionFactor
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.statistics_of import placements_of
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.reduction_law import reduction_law, same_factor
@@ -168,8 +169,7 @@ def _norms(record: StepRecord) -> list[Norms]:
     """Return each rank's local and reduced norm; nothing where they cannot be compared."""
     if len(record.ranks) < 2:
         return []
-    placements = {s.placement for s in record.sites if s.kind == "grad"}
-    if placements & {"sharded", "partial", "unknown"}:
+    if placements_of(record, "grad") & {"sharded", "partial", "unknown"}:
         return []
     norms = []
     for rank in record.ranks:

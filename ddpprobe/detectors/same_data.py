@@ -10,6 +10,7 @@ import math
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.statistics_of import placements_of
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -49,7 +50,7 @@ class SameData(SampledDetector):
         """Take the next record; at most one anomaly."""
         if len(record.ranks) < 2:
             return []
-        if any(s.kind == "output" and s.placement != "local" for s in record.sites):
+        if placements_of(record, "output") - {"local"}:
             return []
         groups: dict[Numbers, int] = {}
         now: dict[int, tuple[int, int]] = {}

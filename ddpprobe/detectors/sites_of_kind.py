@@ -7,23 +7,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.statistics_of import statistic_of
-from ddpprobe.records.step import (
-    NAN,
-    NONFINITE,
-    OBSERVED,
-    OF_FINITE,
-    Counts,
-    Site,
-    StepRecord,
-)
+from ddpprobe.detectors.statistics_of import NO_ROWS, Rows, RowsOfKind, rows_of_kind
+from ddpprobe.records.step import NAN, OF_FINITE, Site, StepRecord
 
 MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Number = TypeVar("Number", np.float64, np.float32, np.int64, np.bool_)
 
-_KNOWN = ("local", "sharded", "replicated")  # the row is the whole tensor, or all that is known
+_NOTHING = np.array([np.nan])
 
 
 def grown(state: NDArray[Number], sites: int, fresh: float) -> NDArray[Number]:
@@ -45,13 +37,14 @@ class SitesOfKind:
         self._kind = kind
         self._slot: dict[tuple[str, str, str], int] = {}
         self._table: tuple[Site, ...] = ()
-        self._rows, self._slots = np.zeros(0, np.intp), np.zeros(0, np.intp)
+        self._kept: slice | Rows = slice(None)  # of its rows of the kind, if they are too many
+        self._slots = NO_ROWS  # the sites of these rows
+        self._in_order = True  # each site has one, in the order of their numbers
         self.fqns: list[str] = []
         self.dtypes: list[str] = []
         self._was_finite = np.zeros(0, np.bool_)  # all elements, at some look
-        self._record: StepRecord | None = None  # the last one read, and which of its rows
-        self._seen: Mask = np.zeros(0, np.bool_)  # were observed,
-        self._comparable: Mask = self._seen  # and whose finite elements may be compared
+        self._now: RowsOfKind | None = None  # of the last record read; and of which of these
+        self._comparable: Mask | None = None  # the finite elements may be compared, None: of all
 
     def read(self, record: StepRecord, stat: str) -> Floats:
         """Return a statistic of each site [sites]; NaN where it has no row or was not observed.
@@ -59,22 +52,33 @@ class SitesOfKind:
         So it is of what has elements that are not finite, but for counts: the rest of it is another
         tensor than it was before. Infinities that a site has had at each look (a mask) are its own.
         """
-        if record is not self._record:
-            self._take(record)
+        now = self._now
+        if now is None or now.record is not record:
+            now = self._now = self._take(record)
+        found = now.column(stat)[self._kept]
+        if self._comparable is not None and stat in OF_FINITE:
+            found = np.where(self._comparable, found, np.nan)
+        if self._in_order:
+            return found.copy()
         out = np.full(len(self.fqns), np.nan)
-        if len(self._rows):
-            found = statistic_of(record, stat)[self._rows]
-            known = self._comparable if stat in OF_FINITE else self._seen
-            out[self._slots] = np.where(known, found, np.nan)
+        out[self._slots] = found
         return out
 
-    def _take(self, record: StepRecord) -> None:
+    def _take(self, record: StepRecord) -> RowsOfKind:
+        now = rows_of_kind(record, self._kind)
         if record.sites is not self._table:
-            self._index(record.sites)
-        self._record = record
-        counts = record.counts[self._rows]
-        self._seen = counts[:, OBSERVED] > 0
-        self._comparable = self._seen & self._is_comparable(counts, self._seen)
+            self._index(record.sites, now.rows)
+        self._was_finite = grown(self._was_finite, len(self.fqns), 0)
+        seen = now.seen[self._kept]
+        if now.finite is None:
+            self._was_finite[self._slots[seen]] = True
+            self._comparable = None
+            return now
+        finite = now.finite[self._kept]
+        self._was_finite[self._slots[finite & seen]] = True
+        own = (now.counts[self._kept, NAN] == 0) & ~self._was_finite[self._slots]
+        self._comparable = finite | own
+        return now
 
     def lost(self, record: StepRecord) -> Mask:
         """Return which sites [sites], all of which once was finite, have elements that are not."""
@@ -83,18 +87,6 @@ class SitesOfKind:
         self._was_finite = grown(self._was_finite, len(self.fqns), 0) | (seen & (many == 0))
         bad: Mask = (many > 0) & self._was_finite
         return bad
-
-    def _is_comparable(self, counts: Counts, seen: Mask) -> Mask:
-        """Return of which rows the finite elements may be compared with those of other looks."""
-        self._was_finite = grown(self._was_finite, len(self.fqns), 0)
-        bad = counts[:, NONFINITE]
-        if not bad.any():
-            self._was_finite[self._slots[seen]] = True
-            return seen
-        finite = ~bad.any(axis=1)
-        self._was_finite[self._slots[finite & seen]] = True
-        own: Mask = finite | ((counts[:, NAN] == 0) & ~self._was_finite[self._slots])
-        return own
 
     def order(self) -> NDArray[np.intp]:
         """Return the sites in the last record, in execution order."""
@@ -108,20 +100,21 @@ class SitesOfKind:
         sites = self._slots[those[self._slots]]
         return int(sites[0]), list(dict.fromkeys(self.fqns[site] for site in sites))
 
-    def _index(self, sites: tuple[Site, ...]) -> None:
-        rows, slots = [], []
-        for row, site in enumerate(sites):
-            if site.kind != self._kind or site.placement not in _KNOWN:
-                continue
-            if site.key not in self._slot and len(self._slot) < MOST_SITES:
-                self._slot[site.key] = len(self.fqns)
+    def _index(self, sites: tuple[Site, ...], rows: Rows) -> None:
+        kept, slots = [], []
+        for place, row in enumerate(rows.tolist()):
+            site = sites[row]
+            key = site.key
+            if key not in self._slot and len(self._slot) < MOST_SITES:
+                self._slot[key] = len(self.fqns)
                 self.fqns.append(site.fqn)
                 self.dtypes.append(site.dtype)
-            if site.key in self._slot:
-                rows.append(row)
-                slots.append(self._slot[site.key])
-        self._table = sites
-        self._rows, self._slots = np.array(rows, np.intp), np.array(slots, np.intp)
+            if key in self._slot:
+                kept.append(place)
+                slots.append(self._slot[key])
+        self._table, self._slots = sites, np.array(slots, np.intp)
+        self._kept = np.array(kept, np.intp) if len(kept) < len(rows) else slice(None)
+        self._in_order = slots == list(range(len(self.fqns)))
 
 
 class Beside:
@@ -139,7 +132,7 @@ class Beside:
 
     def read(self, record: StepRecord, stat: str) -> Floats:
         """Return a statistic beside each site of the first kind [sites]."""
-        found = np.append(self._other.read(record, stat), np.nan)
+        found = np.concatenate((self._other.read(record, stat), _NOTHING))
         size = len(self._of.fqns), len(self._other.fqns)
         if size != self._size:
             index = {fqn: place for place, fqn in enumerate(self._other.fqns)}
