@@ -353,7 +353,8 @@ class _LabelsSeen:
         """
         if not bits:
             return []
-        here = np.array([bits >> label & 1 for label in range(LABEL_BITS)], np.bool_)
+        octets = np.frombuffer(bits.to_bytes(8, "little"), np.uint8)
+        here = np.unpackbits(octets, count=LABEL_BITS, bitorder="little").astype(np.bool_)
         fresh = ~here & (self._absent == 0)
         self._since[fresh] = step
         before = self._looks - self._absent  # looks, those at which it came among them
@@ -364,10 +365,11 @@ class _LabelsSeen:
         self._absent = np.where(here, 0, self._absent + 1)
         self._told &= ~here
         self._last.append(here)
-        chance = np.ones(LABEL_BITS)
-        chance[~here] = _of_absence(*(each[~here] for each in (self._came, before, self._absent)))
         gone = ~here & ~self._told & (self._came >= fewest)
-        gone &= (chance <= BY_CHANCE) & (self._absent > LONGER * self._longest)
+        gone &= self._absent > LONGER * self._longest
+        if gone.any():
+            chance = _of_absence(*(each[gone] for each in (self._came, before, self._absent)))
+            gone[np.flatnonzero(gone)] = chance <= BY_CHANCE
         self._told |= gone
         labels = [int(label) for label in np.flatnonzero(gone)]
         return [(one, int(self._since[one])) for one in labels if not self._is_another_task(one)]

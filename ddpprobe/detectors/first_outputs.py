@@ -10,6 +10,7 @@ import numpy as np
 
 from ddpprobe.detectors.loss import loss_of
 from ddpprobe.detectors.statistics_of import statistic_of
+from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import Site, StepRecord
 
 _FEWEST = 32  # elements of which a mean is one
@@ -51,14 +52,23 @@ def gradient_rows(record: StepRecord) -> Iterator[tuple[str, int, int]]:
     The model has no gradient of its own under a wrapper, so one of any module counts whose output
     has the same numbers.
     """
-    returned = [i for i, site in enumerate(record.sites) if (site.fqn, site.kind) == ("", "output")]
-    rows = {site.key: i for i, site in enumerate(record.sites)} if returned else {}
+    returned, gradients = _outputs_of(record.sites)
     for root in returned:
         same = _same(record, root)
         for site in same:
-            gradient = rows.get((site.fqn, "grad_output", site.leaf))
+            gradient = gradients.get((site.fqn, site.leaf))
             if gradient is not None:
                 yield same[0].fqn, root, gradient
+
+
+def _places(sites: tuple[Site, ...]) -> tuple[list[int], dict[tuple[str, str], int]]:
+    """Return the rows of what the model returns, and those of outputs' gradients by (FQN, leaf)."""
+    returned = [i for i, site in enumerate(sites) if (site.fqn, site.kind) == ("", "output")]
+    gradients = {(s.fqn, s.leaf): i for i, s in enumerate(sites) if s.kind == "grad_output"}
+    return returned, gradients
+
+
+_outputs_of = IdentityCache(_places, 8)  # tables: of the last attempts, and where ranks are missing
 
 
 def _same(record: StepRecord, row: int) -> list[Site]:

@@ -139,14 +139,16 @@ class InputShift(SampledDetector):
         seen = np.stack(self._seen)  # [looks, ranks, 6]
         before, now = seen[: -self._looks], seen[-self._looks :]
         low, high = before.min(0), before.max(0)
-        below, above = low - now.max(0), now.min(0) - high
+        beyond = np.maximum(low - now.max(0), now.min(0) - high)
+        if not (beyond > 0).any():
+            return None
         least = np.repeat(LEAST * np.median(before[..., _RMS], 0)[:, None], len(_NAMES), 1)
         least[:, _ZEROS] = LEAST_ZEROS
         apart = np.maximum(high - low, least)
         sizes = now[..., _SIZE]  # [looks, ranks]
         same = sizes >= low[:, _SIZE] * (1 - SAME_SIZE)
         same &= sizes <= high[:, _SIZE] * (1 + SAME_SIZE)
-        ratio = np.maximum(below, above) / np.where(apart > 0, apart, np.inf)
+        ratio = beyond / np.where(apart > 0, apart, np.inf)
         ratio[:, _SIZE] = 0.0
         ratio[~same.all(0)] = 0.0
         turns = np.count_nonzero(np.diff(before[..., _EXTREMES], axis=0), axis=0)

@@ -92,11 +92,13 @@ class LevelWindow:
 
     def shifts(self, recent: int, blocks: int) -> Shifts:
         """Return what has shifted: the last `recent` values against `blocks` times as many."""
+        if not self.holds(recent * (blocks + 1)):
+            return _NONE
         past = self._past[-recent * (blocks + 1) :]
         # Few series pass a look at the ends of both parts, which costs little.
         first, last, end, start = past[-recent], past[-1], past[-recent - 1], past[0]
-        up = (first > end) & (last > end) & (first > start) & (last > start)
-        down = (first < end) & (last < end) & (first < start) & (last < start)
+        up = np.minimum(first, last) > np.maximum(end, start)
+        down = np.maximum(first, last) < np.minimum(end, start)
         places = (up | down).nonzero()[0]
         if len(places):
             now, before = past[-recent:, places], past[:-recent, places]

@@ -68,12 +68,15 @@ class Saturated(SoundStepsDetector):
         Where gradients of outputs are observed, these must have one: inputs and targets have none.
         """
         low, high = self._outputs.read(record, "min"), self._outputs.read(record, "max")
-        enough = self._outputs.read(record, "numel") >= FEWEST
+        enough: Mask = self._outputs.read(record, "numel") >= FEWEST
+        enough &= (low >= -1) & (low < -BOTH_SIDES) & (high <= 1) & (high > BOTH_SIDES)
         norms = self._gradients.read(record, "norm")
+        if not enough.any():
+            return enough
         trained = {self._gradients.fqns[site] for site in np.flatnonzero(np.isfinite(norms))}
         if trained:  # one of a module's outputs may have none: the last state of an RNN
             enough &= np.array([fqn in trained for fqn in self._outputs.fqns], np.bool_)
-        return enough & (low >= -1) & (low < -BOTH_SIDES) & (high <= 1) & (high > BOTH_SIDES)
+        return enough
 
     def _grow(self, sites: int) -> None:
         self._since, self._lasted = grown(self._since, sites, 0), grown(self._lasted, sites, 0)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import QUEUED, REDUCE_SECONDS, STEP_PHASES, TRAINABLE, StepRecord
 
 _PHASES = tuple(f"{phase}_seconds" for phase in STEP_PHASES)
@@ -55,12 +57,12 @@ class Gap(NamedTuple):
 
 def seconds_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     """Return the seconds of each rank; None where one of them does not tell its own."""
-    return _by_rank(record, _seconds)
+    return _seconds_of(record)
 
 
 def queued_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     """Return of the seconds of each rank those it was queued; None where one does not tell."""
-    return _by_rank(record, _queued)
+    return _queued_of(record)
 
 
 def _by_rank(
@@ -142,3 +144,8 @@ def _slowest(own: dict[int, float], steps: dict[int, float]) -> tuple[float, int
 def _behind(rank: int, times: dict[int, float]) -> float:
     """Return by how much a rank's time exceeds the median of the others'."""
     return times[rank] - median(time for other, time in times.items() if other != rank)
+
+
+# Several detectors ask for those of one record.
+_seconds_of = IdentityCache(partial(_by_rank, read=_seconds), 1)
+_queued_of = IdentityCache(partial(_by_rank, read=_queued), 1)

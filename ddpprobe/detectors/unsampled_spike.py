@@ -59,6 +59,7 @@ class UnsampledSpike(SampledDetector):
     def _reset(self) -> None:
         self._moments = SitesOfKind("optim_state")
         self._gradients = Beside(self._moments, "grad")
+        self._exact = np.zeros(0, np.bool_)  # which have a dtype that is
         self._sampled = SiteWindow(self._window)  # norms of gradients
         self._past = SiteWindow(self._window)  # roots of the means, by the largest sampled norm
         self._sums, self._steps = np.zeros(0), np.zeros(0, np.int64)  # of the last look at each
@@ -75,7 +76,9 @@ class UnsampledSpike(SampledDetector):
         decays = set(scalars(record, MOMENT_DECAY))
         decay = decays.pop() if len(decays) == 1 else None
         before, steps = grown(self._sums, sites, np.nan), grown(self._steps, sites, 0)
-        seen = np.isfinite(sums) & np.array([d in _EXACT for d in self._moments.dtypes], bool)
+        if len(self._exact) < sites:
+            self._exact = np.array([d in _EXACT for d in self._moments.dtypes], np.bool_)
+        seen = np.isfinite(sums) & self._exact
         self._sums = np.where(seen, sums, before)
         self._steps = np.where(seen, record.step, steps)
         same, self._decay = decay == self._decay, decay

@@ -107,29 +107,25 @@ class WeightJump(SampledDetector):
             return []
         now = self._rows.read(record)
         lr, at = largest(record, LEARNING_RATE), record.step
-        sizes, peaks, norms = _of_buffers(self._buffers, record)
         weights = self._own["param"]
         weights.forget_rest(now.moved, now.still)
-        buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan, at)
-        leaps = [
-            ("param", self._rows.fqns, *weights.read(now.numel, now.largest, now.norm, lr, at)),
-            ("buffer", self._buffers.fqns, *buffers),
-        ]
-        leapt_at = [place for leap in leaps[0][2:] if leap for place in leap.places]
+        leaps = [("param", weights.read(now.numel, now.largest, now.norm, lr, at))]
+        buffers = _of_buffers(self._buffers, record)
+        if buffers is not None:
+            leaps.append(("buffer", self._own["buffer"].read(*buffers, math.nan, at)))
+        leapt_at = [place for leap in leaps[0][1] if leap for place in leap.places]
         self._slow_pace.forget(leapt_at)  # so far in one step is no slow decay
         leapt = [
             anomaly
-            for kind, fqns, jump, step in leaps
-            for anomaly in self._leapt(record, kind, fqns, jump)
-            or self._leapt(record, kind, fqns, step)
+            for kind, (jump, step) in leaps
+            for anomaly in self._leapt(record, kind, jump) or self._leapt(record, kind, step)
         ]
         return [*_as_one(leapt), *self._drifted(record, now)]
 
-    def _leapt(
-        self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
-    ) -> list[Anomaly]:
+    def _leapt(self, record: StepRecord, kind: str, leap: _Leap | None) -> list[Anomaly]:
         if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
             return []
+        fqns = self._rows.fqns if kind == "param" else self._buffers.fqns
         mine = [fqns[place] for place in leap.places]
         what, also = _WORDS[kind], and_also(mine[1:])
         if leap.of_norm:
@@ -192,17 +188,21 @@ def _as_one(leapt: list[Anomaly]) -> list[Anomaly]:
     return [replace(first, message=f"{first.message}; buffer {other.module} leapt as well")]
 
 
-def _of_buffers(buffers: SitesOfKind, record: StepRecord) -> list[Floats]:
+def _of_buffers(buffers: SitesOfKind, record: StepRecord) -> tuple[Floats, Floats, Floats] | None:
     """Return size, largest magnitude and norm of each buffer; NaN: not seen, or nothing to judge.
 
-    What holds zeros and ones alone is a mask (pruning), and has as many of them as it is given.
+    None where the run has shown none. What holds zeros and ones alone is a mask (pruning), and
+    has as many of them as it is given.
     """
-    low, high, whole, square = (
-        buffers.read(record, stat) for stat in ("min", "max", "sum", "sum_sq")
-    )
+    low = buffers.read(record, "min")
+    if not len(low):
+        return None
+    high, whole, square = (buffers.read(record, stat) for stat in ("max", "sum", "sum_sq"))
     mask = (low >= 0) & (high <= 1) & (whole == square)  # of each element x - x * x >= 0
-    stats = (buffers.read(record, stat) for stat in ("numel", "abs_max", "norm"))
-    return [np.where(mask, np.nan, of) for of in stats]
+    numel, peak, norm = (
+        np.where(mask, np.nan, buffers.read(record, stat)) for stat in ("numel", "abs_max", "norm")
+    )
+    return numel, peak, norm
 
 
 def _usual(rates: Floats) -> float:

@@ -67,11 +67,13 @@ class _Layout:
         experts: of each group of experts their FQNs [n] and the rows of their outputs [n]; -1: it
             has never been called.
         whole: whether each parameter's gradient is there as one whole before the reduction, too.
+        gradients: by placement, the rows of reduced gradients.
     """
 
     ends: Mapping[str, tuple[Rows, Rows, int]]
     experts: tuple[tuple[tuple[str, ...], Rows], ...]
     whole: bool
+    gradients: Mapping[str, Rows]
 
 
 def gradient_noise(record: StepRecord) -> tuple[float, float] | None:
@@ -120,11 +122,10 @@ def _used_norm(record: StepRecord) -> float | None:
     element follows from the first and from the norm of the whole, if it is the same number for all
     of them: so it is not told where some gradients are sharded and others are not.
     """
-    seen = record.counts[:, OBSERVED] > 0
-    placements = {s.placement for s, o in zip(record.sites, seen, strict=True)
-                  if s.kind == "grad" and o}  # fmt: skip
+    gradients = _layout(record).gradients.values()
+    seen = sum(bool((record.counts[rows, OBSERVED] > 0).any()) for rows in gradients)
     whole = global_grad_norm(record)
-    if record.missing or len(placements) != 1 or whole is None:
+    if record.missing or seen != 1 or whole is None:
         return None
     said = [record.scalars.get(rank, {}) for rank in record.ranks]
     before, used = (
@@ -314,9 +315,9 @@ def _layout(record: StepRecord) -> _Layout:
 
 def _lay(sites: tuple[Site, ...]) -> _Layout:
     rows: dict[tuple[str, str], list[int]] = {}
-    placements: dict[str, set[str]] = {}
+    placements: dict[str, dict[str, list[int]]] = {}
     for row, site in enumerate(sites):
-        placements.setdefault(site.kind, set()).add(site.placement)
+        placements.setdefault(site.kind, {}).setdefault(site.placement, []).append(row)
         if site.placement not in ("partial", "unknown"):
             rows.setdefault((site.fqn, site.kind), []).append(row)
     chains: dict[str, dict[str, set[int]]] = {}  # kind -> chain -> numbers
@@ -348,8 +349,9 @@ def _lay(sites: tuple[Site, ...]) -> _Layout:
         if len(numbers) > 1 and any((f"{chain}.{n}", "output") in rows for n in numbers)
     )  # fmt: skip
     before, after = ({f for f, k in rows if k == kind} for kind in ("grad_local", "grad"))
-    alone = placements.get("grad_local") == {"local"}
-    return _Layout(ends, experts, alone and before == after)
+    alone = placements.get("grad_local", {}).keys() == {"local"}
+    gradients = {how: np.array(of, np.intp) for how, of in placements.get("grad", {}).items()}
+    return _Layout(ends, experts, alone and before == after, gradients)
 
 
 def _experts_in(fqns: Iterable[str]) -> dict[str, set[int]]:
