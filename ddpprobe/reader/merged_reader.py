@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,15 @@ OPEN_GROUPS = 32  # kept for the next question; each holds its manifest
 Listing = list[tuple[JournalSource, list[int]]]
 
 
+class _Mark(NamedTuple):
+    """What a record says beside its numbers."""
+
+    step: int
+    sampled: bool
+    partial: bool
+    missing: tuple[int, ...]
+
+
 class MergedReader:
     """Reads one run directory; holds no file open between calls.
 
@@ -50,6 +59,7 @@ class MergedReader:
         self._open: dict[str, tuple[Stamp, StoredGroup]] = {}
         # Where a rank writes, once it does: in an attempt it stays on its node.
         self._journals: dict[tuple[int, int], list[JournalSource]] = {}
+        self._world: dict[int, int] = {}  # of attempts of which it is known: it stays
 
     def attempts(self) -> list[int]:
         """Attempts that left anything, ascending."""
@@ -100,11 +110,12 @@ class MergedReader:
         A node whose daemon died, or that was slow, is missing in what the head merged. Its records
         come later: folded on a shared disk, or collected.
         """
-        merged, unmerged = self.told_steps(attempt)[0], set[int]()
+        told, unmerged = list(self._marks(self._daemons(attempt))), set[int]()
+        merged = self._steps(attempt, "merged", told)[0]
         ranks = self.ranks(attempt)
         # Where other nodes' records are missing here, what the head has merged is more.
         whole = len(ranks) >= self.world_size(attempt)
-        lacking = self.lacking_steps(attempt) if whole and len(merged) else {}
+        lacking = self._lacking(attempt, told) if whole and len(merged) else {}
         for rank in ranks:
             written, sampled = self.rank_steps(attempt, rank)
             if not np.array_equal(written, merged):
@@ -119,12 +130,13 @@ class MergedReader:
 
     def rank_steps(self, attempt: int, rank: int) -> tuple[Steps, NDArray[np.bool_]]:
         """Return the steps of a rank's own records, ascending, and which of them are sampled."""
-        return self._steps(attempt, paths.rank_name(rank), self._listing(attempt, rank))
+        marks = self._marks(self._listing(attempt, rank))
+        return self._steps(attempt, paths.rank_name(rank), marks)
 
     def whole_steps(self, attempt: int, rank: int) -> Steps:
         """Return the sampled steps of a rank's own records that came to their end, ascending."""
-        name, listing = paths.rank_name(rank), self._listing(attempt, rank)
-        steps, whole = self._steps(attempt, name, listing, whole=True)
+        marks = self._marks(self._listing(attempt, rank))
+        steps, whole = self._steps(attempt, paths.rank_name(rank), marks, whole=True)
         return steps[whole]
 
     def delivered_steps(self, attempt: int, ranks: Iterable[int]) -> dict[int, Steps]:
@@ -146,10 +158,13 @@ class MergedReader:
 
     def lacking_steps(self, attempt: int) -> dict[int, set[int]]:
         """Return for each rank that was missing in a merged step those steps."""
+        return self._lacking(attempt, self._marks(self._daemons(attempt)))
+
+    def _lacking(self, attempt: int, told: Iterable[_Mark]) -> dict[int, set[int]]:
         lacking_of: dict[int, set[int]] = {}
-        for record in self._written(self._daemons(attempt)):
-            for rank in record.missing:
-                lacking_of.setdefault(rank, set()).add(record.step)
+        for mark in told:
+            for rank in mark.missing:
+                lacking_of.setdefault(rank, set()).add(mark.step)
         group = self.group(attempt, "merged")
         for steps, ranks, missing in group.missing() if group else ():
             for column in np.flatnonzero(missing.any(axis=0)).tolist():
@@ -163,16 +178,16 @@ class MergedReader:
 
         `whole`: which are sampled and came to their end, on each rank of which they have a record.
         """
-        return self._steps(attempt, "merged", self._daemons(attempt), whole=whole)
+        return self._steps(attempt, "merged", self._marks(self._daemons(attempt)), whole=whole)
 
     def _steps(
-        self, attempt: int, name: str, listing: Listing, *, whole: bool = False
+        self, attempt: int, name: str, marks: Iterable[_Mark], *, whole: bool = False
     ) -> tuple[Steps, NDArray[np.bool_]]:
         """Return the steps of a group and of the journals that go into it, and which are sampled.
 
         Ascending, each once: as it was said last. `whole`: and came to their end.
         """
-        later = [(r.step, r.sampled and not (whole and r.partial)) for r in self._written(listing)]
+        later = [(m.step, m.sampled and not (whole and m.partial)) for m in marks]
         steps = np.array([step for step, _ in later], np.int64)
         sampled = np.array([flag for _, flag in later], np.bool_)
         group = self.group(attempt, name)  # after the journals: what was folded meanwhile is in it
@@ -184,6 +199,10 @@ class MergedReader:
             steps, newest = np.unique(steps[::-1], return_index=True)
             sampled = sampled[::-1][newest]
         return steps, sampled
+
+    def _marks(self, listing: Listing) -> Iterator[_Mark]:
+        """Yield of every record in these journals what tells which steps are held."""
+        return (_Mark(r.step, r.sampled, r.partial, r.missing) for r in self._written(listing))
 
     def _written(self, listing: Listing) -> Iterator[StepRecord]:
         """Yield every record in these journals that belongs there."""
@@ -221,6 +240,11 @@ class MergedReader:
 
     def world_size(self, attempt: int) -> int:
         """Ranks of the attempt as its writers knew it; 0 if none of them says."""
+        if not self._world.get(attempt):
+            self._world[attempt] = self._world_size(attempt)
+        return self._world[attempt]
+
+    def _world_size(self, attempt: int) -> int:
         for source, numbers in self._listing(attempt):
             if numbers:
                 size = self._meta(source, numbers[0]).get("world_size", 0)
@@ -257,7 +281,7 @@ class MergedReader:
                 for _ in segments.records_of(segment, tables, Consumed()):
                     pass  # fills the tables
             facts.sites |= {site.key for site in tables.sites()}
-        facts.steps, facts.sampled = self._steps(attempt, name, listing)
+        facts.steps, facts.sampled = self._steps(attempt, name, self._marks(listing))
         group = self.group(attempt, name)  # after the journals, as `_steps` does
         if group is not None:
             facts.meta = group.meta or facts.meta
