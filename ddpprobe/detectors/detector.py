@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import NOTED, Anomaly, StepRecord
 
 AFTERMATH_STEPS = 100  # also the quiet time of the detectors that have one
@@ -92,12 +93,11 @@ class SampledDetector(Detector):
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; looks at those that it is about."""
-        noted = any(NOTED in said for said in record.scalars.values())
         if record.attempt != self._attempt:
             self._attempt = record.attempt
             self._begin()
             self._reset()
-        elif noted:
+        elif _is_noted(record):
             self._reset()
         return self._look(record) if self._is_about(record) else []
 
@@ -115,3 +115,10 @@ class SampledDetector(Detector):
     @abstractmethod
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record that it is about; return what it shows."""
+
+
+def _has_note(record: StepRecord) -> bool:
+    return any(NOTED in said for said in record.scalars.values())
+
+
+_is_noted = IdentityCache(_has_note, 1)  # three dozen detectors ask for the same record
