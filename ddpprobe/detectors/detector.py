@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ddpprobe.records.identity_cache import IdentityCache
-from ddpprobe.records.step import NOTED, Anomaly, StepRecord
+from ddpprobe.records.step import (
+    FIRST_DECAY,
+    LEARNING_RATE,
+    MOMENT_DECAY,
+    NOTED,
+    OPTION,
+    Anomaly,
+    StepRecord,
+)
 
+Optimizer = frozenset[str]  # the names of its options
 AFTERMATH_STEPS = 100  # also the quiet time of the detectors that have one
 
 
@@ -86,20 +95,26 @@ class SampledDetector(Detector):
     """A detector of whole sampled steps that begins anew with each attempt, and after each note.
 
     What `probe.note` announces (an unfreezing, another sequence length) is meant to change the
-    numbers: what was usual before says nothing of them. A constructor ends with `_reset`.
+    numbers: what was usual before says nothing of them. So is an optimizer of another kind, of
+    which the attempt has had none: no fault makes one. A constructor ends with `_reset`.
     """
 
     _attempt: int | None = None
+    _optimizers: frozenset[Optimizer] = frozenset()  # kinds that the attempt has had
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; looks at those that it is about."""
         if record.attempt != self._attempt:
-            self._attempt = record.attempt
+            self._attempt, self._optimizers = record.attempt, frozenset()
             self._begin()
             self._reset()
-        elif _is_noted(record):
+        elif is_noted(record) or self._has_another_optimizer(record):
             self._reset()
+        self._optimizers |= _optimizer_of(record)
         return self._look(record) if self._is_about(record) else []
+
+    def _has_another_optimizer(self, record: StepRecord) -> bool:
+        return bool(self._optimizers and _optimizer_of(record) - self._optimizers)
 
     def _is_about(self, record: StepRecord) -> bool:
         """Whether it looks at this record: at whole sampled steps."""
@@ -121,4 +136,15 @@ def _has_note(record: StepRecord) -> bool:
     return any(NOTED in said for said in record.scalars.values())
 
 
-_is_noted = IdentityCache(_has_note, 1)  # three dozen detectors ask for the same record
+def _kind_of(record: StepRecord) -> frozenset[Optimizer]:
+    """Return the kind of the optimizers that stepped, by the options that they have; or nothing."""
+    said = record.scalars.get(min(record.scalars, default=0), {})
+    if not record.sampled or record.partial or LEARNING_RATE not in said:
+        return frozenset()
+    decays = {FIRST_DECAY, MOMENT_DECAY} & said.keys()
+    return frozenset({frozenset(decays | {name for name in said if name.startswith(OPTION)})})
+
+
+# Three dozen detectors ask for the same record.
+is_noted = IdentityCache(_has_note, 1)
+_optimizer_of = IdentityCache(_kind_of, 1)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.rank_scalars import largest
+from ddpprobe.detectors.rank_scalars import is_unwrapped, largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
@@ -102,6 +102,8 @@ class GradAltered(SampledDetector):
             said = self._little_left(record, *given) or self._clipped_lower(record, *given)
         if said is not None:
             return [said]
+        if is_unwrapped(record) and len(record.ranks) > 1:
+            return []  # the script may average them by hand, between the two
         for rank, ratio in ratios.items():
             kept = self._is_kept(rank, ratio, float(record.scalars[rank][USED_NORM]))
             self._follow(rank, larger=ratio > 1 + self._share, kept=kept, step=record.step)

@@ -7,13 +7,17 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import final
 
-from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.detector import SampledDetector, is_noted
 from ddpprobe.records.every_loss import losses_of
+from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
 def mean_losses(record: StepRecord, *, whole: bool = False) -> list[tuple[int, float]]:
     """Return (step, mean of the ranks' finite losses) of each step that has one, ascending.
+
+    Where something was noted since the record before, of the record's own step alone: of those
+    before it nobody knows on which side of the note they were.
 
     `whole`: of the steps all of whose losses are finite. Beside a NaN the mean is another number
     than it was, by as much as ranks differ.
@@ -21,12 +25,22 @@ def mean_losses(record: StepRecord, *, whole: bool = False) -> list[tuple[int, f
     One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
     which are its gradient's as well, grow with the number of ranks.
     """
+    return list(_means_of(record, whole))
+
+
+def _means(record: StepRecord, whole: bool) -> list[tuple[int, float]]:  # noqa: FBT001
     found = []
+    first = record.step if is_noted(record) else 0
     for step, by_rank in losses_of(record):
+        if step < first:
+            continue
         finite = [x for x in by_rank.values() if math.isfinite(x)]
         if finite and not (whole and len(finite) < len(by_rank)):
             found.append((step, mean(finite)))
     return found
+
+
+_means_of = IdentityCache(_means, 2)  # half a dozen detectors ask for those of one record
 
 
 def loss_of(record: StepRecord) -> float:

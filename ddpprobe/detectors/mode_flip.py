@@ -90,7 +90,8 @@ class ModeFlip(SampledDetector):
             return []
         modes = max(float(s[TRAINING]) for s in told), max(float(s[TRAINABLE]) for s in told)
         before, self._modes = self._modes, modes
-        lasting = self._evaluates(record, training=modes[0] > 0)
+        # A teacher has nothing to train, and is meant to evaluate.
+        lasting = self._evaluates(record, training=modes[0] > 0 or modes[1] == 0)
         lasting = lasting or self._alone(record) or self._partly(record, modes)
         if lasting is not None:
             return [lasting]

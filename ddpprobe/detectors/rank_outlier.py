@@ -36,7 +36,8 @@ class RankOutlier(SampledDetector):
     far the rank lay away before is allowed for, so that ranks that differ by design (data of other
     kinds, a larger batch) are let be. Fewer decades are enough where no rank has ever been nearly
     so far away, and the rank stays there. Of two ranks, the one is meant whose own numbers have
-    moved. Several steps on one batch are one look.
+    moved, unless that is a loss that fell: it may as well have learned. Several steps on one batch
+    are one look.
 
     A rank whose loss was the largest of all, or the smallest, at so many sampled steps in a row is
     told once, as information: its data, its labels or what it computes with are not those of the
@@ -190,7 +191,10 @@ class RankOutlier(SampledDetector):
         }
 
     def _guilty(self, outliers: Away, now: Away, name: str) -> int | None:
-        """Return the one rank that left the others; of two, the one whose own numbers moved."""
+        """Return the one rank that left the others; of two, the one whose own numbers moved.
+
+        A loss that falls is what training is for: the other one may have stopped to.
+        """
         if len(now) > 2:
             return max(outliers, key=lambda r: abs(outliers[r]))
         zero = [r for r, x in outliers.items() if x <= NOTHING_DEX / 2]
@@ -198,8 +202,9 @@ class RankOutlier(SampledDetector):
             return zero[0] if len(zero) == 1 else None
         logs = list(self._logs[name])
         moved = {r: _moved(r, logs[-self._recent :], logs[: -self._recent]) for r in now}
-        first, second = sorted(moved, key=lambda r: -moved[r])
-        return first if moved[first] > MOVED * moved[second] else None
+        first, second = sorted(moved, key=lambda r: -abs(moved[r]))
+        learned = name == "loss" and moved[first] < 0
+        return first if not learned and abs(moved[first]) > MOVED * abs(moved[second]) else None
 
 
 def _apart(told: Mapping[int, float], away: int, dex: float, others: str) -> str:
@@ -217,9 +222,9 @@ def _times(dex: float) -> float:
 
 
 def _moved(rank: int, recent: list[Away], before: list[Away]) -> float:
-    """Return by how many decades a rank's own median has moved."""
+    """Return by how many decades a rank's own median has moved, up or down."""
     now, then = ([a[rank] for a in logs if rank in a] for logs in (recent, before))
-    return abs(median(now) - median(then)) if now and then else 0.0
+    return median(now) - median(then) if now and then else 0.0
 
 
 def _told(record: StepRecord, name: str) -> Mapping[int, float]:

@@ -107,12 +107,19 @@ class Suite:
         if anomaly.level != "warn" or since is None:
             return anomaly
         causes = _RAISED_AFTER.get(anomaly.detector, frozenset())
+        # Weights that are another's just when the optimizer is a new one: the script begins anew.
+        built_anew = {
+            a.step
+            for a in self._warnings
+            if a.detector == OptimizerReset.name and a.attempt == anomaly.attempt
+        }
         at_once = (
             a
             for a in self._warnings
             if a.detector in causes
             and a.attempt == anomaly.attempt
             and since - BEFORE_STEPS <= a.step <= anomaly.step
+            and a.step not in built_anew
         )
         sign = min(at_once, key=when, default=None)
         if sign is None:

@@ -212,8 +212,8 @@ TRAINING = "training_share"  # scalar: of the modules, those in training mode in
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 # Scalar: steps that the optimizer's state has counted before this one; absent if it counts none.
 OPTIMIZER_STEPS = "optimizer_steps"
-# Scalars: by how much the optimizers keep of their moments in a step; absent if they differ. That of
-# the first is Adam's first beta, and the momentum of SGD.
+# Scalars: by how much the optimizers keep of their moments in a step; absent if they differ. Of
+# the first one: Adam's first beta, the momentum of SGD.
 FIRST_DECAY, MOMENT_DECAY = "first_moment_decay", "second_moment_decay"
 WEIGHT_DECAY = "weight_decay"  # scalar: the largest of all parameter groups
 # Scalars, each with the option after it: an option of the optimizers that no schedule changes, a

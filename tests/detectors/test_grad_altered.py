@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.grad_altered import GradAltered
-from ddpprobe.records.step import KEPT, LEARNING_RATE, USED_NORM, StepRecord
+from ddpprobe.records.step import (
+    KEPT,
+    LEARNING_RATE,
+    NOTHING_REDUCES,
+    UNREDUCED,
+    USED_NORM,
+    StepRecord,
+)
 from tests.detectors.made_records import levels, record, run
 
 
@@ -35,6 +42,15 @@ def test_one_rank_is_named_and_several_are_not() -> None:
         stream = [step(s, bad if s >= 60 else [1, 1, 1]) for s in range(90)]
         (warn,) = run(GradAltered(), stream)
         assert (warn.rank, warn.values["ranks"]) == (rank, bad.count(2))
+
+
+def test_ranks_that_may_average_their_gradients_by_hand_are_left_alone() -> None:
+    for reduced, found in ((1.0, 1), (NOTHING_REDUCES, 0)):
+        stream = [step(s, [1.0, 1.03 if s >= 60 else 1.0]) for s in range(90)]
+        for each in stream:
+            for said in each.scalars.values():
+                said[UNREDUCED] = reduced
+        assert len(run(GradAltered(), stream)) == found
 
 
 def test_clipping_that_begins_and_two_norms_of_bfloat16_are_left_alone() -> None:

@@ -12,10 +12,12 @@ from torch import nn
 
 import ddpprobe
 from ddpprobe.cli.main import main
+from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.detectors.settings import defaults
 from ddpprobe.detectors.suite import DETECTORS, TASKS, chosen, default_suite, over, recorded
 from ddpprobe.reader.run import open_run
-from ddpprobe.records.step import NOTED, StepRecord
+from ddpprobe.records.every_loss import name_of
+from ddpprobe.records.step import LEARNING_RATE, NOTED, OPTION, StepRecord
 from ddpprobe.report.story import gather
 from ddpprobe.report.tables import facts
 from tests.detectors.made_records import record, run
@@ -36,6 +38,29 @@ def test_what_was_announced_by_any_rank_is_not_compared_with_what_was_before() -
     spike = BY_NAME["loss_spike"]
     assert [a.step for a in run(spike(), losses(40, noted=False))] == [40]
     assert run(spike(), losses(40, noted=True)) == []
+
+
+def test_losses_of_steps_before_a_note_are_not_those_after_it() -> None:
+    said = {"loss": 1.0, name_of(2): 0.25, name_of(1): 0.5}
+    assert mean_losses(record(40, {0: said})) == [(38, 0.25), (39, 0.5), (40, 1.0)]
+    assert mean_losses(record(40, {0: {**said, NOTED: 1.0}})) == [(40, 1.0)]
+
+
+def optimizers(kinds: list[set[str]], jump: int) -> list[StepRecord]:
+    """A loss of 1 that is 30 from step `jump` on, and which options the optimizers had, in turn."""
+    options = [{f"{OPTION}{name}": 1.0 for name in kind} for kind in kinds]
+    return [
+        record(s, {0: {"loss": 30.0 if s >= jump else 1.0, LEARNING_RATE: 0.1, **options[s]}})
+        for s in range(2 * jump)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "found"), [(["eps"], 0), (["nesterov"], 1), (["eps", "nesterov"], 1)]
+)
+def test_an_optimizer_of_a_kind_that_was_not_there_before_is_meant(before, found) -> None:
+    kinds = [{before[s % len(before)]} if s < 40 else {"nesterov"} for s in range(80)]
+    assert len(run(BY_NAME["loss_spike"](), optimizers(kinds, 40))) == found
 
 
 def names(settings: Any) -> set[str]:

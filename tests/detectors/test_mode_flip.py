@@ -33,6 +33,10 @@ def test_from_the_start_it_may_be_meant() -> None:
     assert levels(run(ModeFlip(), steps(0, 100, training=0.0))) == [("info", 20)]
 
 
+def test_a_teacher_that_trains_nothing_is_meant_to_evaluate() -> None:
+    assert run(ModeFlip(), steps(0, 100, training=0.0, trainable=0.0)) == []
+
+
 def test_a_part_that_is_frozen_is_an_information_and_a_frozen_batch_norm_is_nothing() -> None:
     assert levels(run(ModeFlip(), steps(0, 50) + steps(50, 90, trainable=2.0))) == [("info", 50)]
     assert run(ModeFlip(), steps(0, 100, training=0.9)) == []

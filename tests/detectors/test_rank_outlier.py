@@ -77,6 +77,15 @@ def test_of_two_ranks_that_both_moved_none_is_named() -> None:
     assert (warn.step, warn.rank) == (52, None)
 
 
+def test_of_two_ranks_a_loss_that_rises_is_named_and_one_that_falls_may_have_learned() -> None:
+    for away, rank in ((0.1, None), (10.0, 1)):
+        stream = noisy(50, "loss", [1.0, 1.0], 0.02)
+        stream += [step(s, "loss", [1.0, away]) for s in range(50, 60)]
+        warn = run(RankOutlier(loss_dex=0.5), stream)[0]
+        assert (warn.step, warn.rank) == (52, rank)
+        assert ("which of the two is wrong is not known" in warn.message) == (rank is None)
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm_local"])
 def test_a_rank_that_stays_a_little_away_from_others_that_lie_close_is_named(name: str) -> None:
     stream = noisy(50, name, [1.0] * 3, 0.03)

@@ -88,6 +88,15 @@ def test_a_loss_that_runs_away_by_itself_or_long_after_is_a_warning(sign: Anomal
     assert ran_away(sign) == [("warn", "the loss", False)]
 
 
+def test_weights_that_jump_as_the_optimizer_is_built_anew_are_a_script_s() -> None:
+    sign, rebuilt = (anomaly(name, 100, "warn") for name in ("weight_jump", "optimizer_reset"))
+    loss = anomaly("loss_runaway", 116, "warn", values={"since": 101})
+    for both, level in (((rebuilt, sign), "warn"), ((sign,), "page")):
+        suite = Suite([Scripted(*((100, a) for a in both)), Scripted((116, loss))])
+        found = [a for s in range(120) for a in suite.update(StepRecord(0, s, (0,), 0))]
+        assert found[-1].level == level
+
+
 def test_nothing_else_is_raised_by_what_blows_up() -> None:
     worse = anomaly("loss_runaway", 101, "warn", values={"first": 2.0})  # than at first
     other = anomaly("loss_spike", 101, "warn", values={"since": 101})

@@ -824,10 +824,10 @@ def test_where_one_that_was_told_to_end_had_stood_is_said() -> None:
         fate(0, "exit:0", at(40, "data"), closed=True, at_exit=True),
         fate(1, "SIGTERM", at(40, "data"), stands=over),
     )
-    assert (end.state, end.message) == (
-        "stopped",
+    assert end.state == "stopped"
+    assert end.message == (
         "stopped from outside: rank 1 ended because of SIGTERM; it was last seen in the wait for "
-        "threads at exit, at threading.py:1590 in _shutdown",
+        "threads at exit, at threading.py:1590 in _shutdown"
     )
 
 
