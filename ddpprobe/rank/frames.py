@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+OURS = ("torch.", "ddpprobe.")  # beginnings of the names of modules that are no script's
 _STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  (compared as text)
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
@@ -35,3 +36,11 @@ def is_of_a_package(file: str) -> bool:
 def is_of_python(file: str) -> bool:
     """Whether a file is of Python's own library, below which packages may be installed."""
     return file.startswith(_STDLIB) and not is_of_a_package(file)
+
+
+def is_of_the_script(frame: FrameType) -> bool:
+    """Whether a frame is of neither Python's own library nor torch's; it may be of a package's."""
+    file = frame.f_code.co_filename
+    return not (
+        is_of_python(file) or file.startswith("<frozen") or module_of(frame).startswith(OURS)
+    )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import opcode
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CodeType, FrameType, TracebackType
 
+from ddpprobe.rank.exceptions import (
+    MAX_CHAIN,
+    chain_of,
+    frames_of,
+    is_raised_by_hand,
+    message_of,
+)
 from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.rank.scheduler import pool
 from ddpprobe.rank.shared_failure import shared_failure
@@ -21,14 +27,11 @@ from ddpprobe.records.fate import RaisedError
 from ddpprobe.rundir.fuse import first_line
 from ddpprobe.rundir.signal_frames import signal_of
 
-MAX_MESSAGE = 300  # characters
 MAX_THREADS, MAX_NAME = 4, 60
-MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
 # Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
 _TALKING = ("torch.distributed", "torch._C._distributed_c10d")
 # Where torch reads and writes files, and pipes, of any name.
 _FILES = ("torch.serialization", "torch.multiprocessing", "torch.utils.data", "torch.hub")
-_RAISE = opcode.opmap["RAISE_VARARGS"]
 # Schedulers announce the end of a job's time by a signal of its choice (Slurm's --signal).
 _ASKS = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
@@ -51,8 +54,6 @@ _WRONG_CALL = re.compile(
 _OWN_ADDRESS = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PATH = re.compile(r"\S*/\S*")
 _TOLD_WORKER = re.compile(r"DataLoader worker .*killed by signal: (?:Terminated|Interrupt|Hangup)")
-_OF_A_WORKER = re.compile(r"Caught (\w+) in ")
-_BEHIND_FRAMES = re.compile(r"^  .*\n(\S.+)$", re.MULTILINE)  # in a traceback: what was raised
 
 # What a rank's own device says, wherever it is heard: a collective may be the next to ask it.
 _OUT_OF_MEMORY = "OutOfMemoryError"  # of torch; a RuntimeError
@@ -115,9 +116,9 @@ def describe(raised: BaseException) -> RaisedError:
     whatever a stage raises. Of a group it is the first exception that is no broken communication.
     """
     raised = _of_group(raised)
-    chain = list(_chain(raised))
+    chain = list(chain_of(raised))
     return RaisedError(
-        type(raised).__name__, _message(raised), _origin(raised.__traceback__),
+        type(raised).__name__, message_of(raised), _origin(raised.__traceback__),
         collective=any(_is_another_s(error) for error in chain if error.__cause__ is None),
         asked=_is_asked(chain), behind=_behind(chain),
     )  # fmt: skip
@@ -133,25 +134,6 @@ def _of_group(raised: BaseException) -> BaseException:
     return raised
 
 
-def _message(raised: BaseException) -> str:
-    """Return the first line of what an exception says; of one that a worker raised, what it said.
-
-    torch raises what a worker of a DataLoader raised anew, with its traceback for a text; and of a
-    checkpoint that failed anywhere the same on every rank, with the numbers of those where it did.
-    """
-    shared = shared_failure(raised)
-    if shared is not None:
-        whose = "" if shared.own is not None else "of another rank: "
-        text = f"{type(shared.first).__name__}: {first_line(shared.first)}".removesuffix(": ")
-        return f"{whose}{text}"[:MAX_MESSAGE]
-    said = first_line(raised)
-    if said.endswith("terminated with the following error:"):  # of `torch.multiprocessing.spawn`
-        return " ".join([said, *_BEHIND_FRAMES.findall(str(raised))[-1:]])[:MAX_MESSAGE]
-    caught = _OF_A_WORKER.match(said)
-    own = re.findall(rf"^(?:\w+\.)*{caught[1]}: (.+)$", str(raised), re.MULTILINE) if caught else []
-    return f"{said.rstrip('.')}: {own[-1]}"[:MAX_MESSAGE] if own else said[:MAX_MESSAGE]
-
-
 def _behind(chain: list[BaseException]) -> str:
     """Return the first exception of a chain, if the last one was raised while that was handled.
 
@@ -160,7 +142,7 @@ def _behind(chain: list[BaseException]) -> str:
     first = chain[-1]
     if len(chain) == 1 or _is_another_s(first) or not _is_another_s(chain[0]):
         return ""
-    text, where = _message(first), _origin(first.__traceback__)
+    text, where = message_of(first), _origin(first.__traceback__)
     return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
 
 
@@ -172,8 +154,8 @@ def _is_asked(chain: Iterable[BaseException]) -> bool:
     """
     handlers = OF_THE_SCRIPT.codes
     return any(
-        (isinstance(error, KeyboardInterrupt) and not _is_raised_by_hand(error))
-        or any(_is_in_a_handler(f, handlers) for f in _frames(error.__traceback__))
+        (isinstance(error, KeyboardInterrupt) and not is_raised_by_hand(error))
+        or any(_is_in_a_handler(f, handlers) for f in frames_of(error.__traceback__))
         for error in chain
     ) or (OF_THE_SCRIPT.may_have_run and any(_TOLD_WORKER.search(first_line(e)) for e in chain))
 
@@ -182,19 +164,6 @@ def _is_in_a_handler(frame: FrameType, handlers: frozenset[CodeType]) -> bool:
     """Whether a frame is one of a handler that a signal called; a script may call it by itself."""
     called_for = signal_of(frame)
     return called_for in _ASKS or (called_for is not None and frame.f_code in handlers)
-
-
-def _is_raised_by_hand(error: BaseException, *, torch_s: bool = False) -> bool:
-    """Whether a `raise` of the script's made it; a signal comes between other instructions.
-
-    torch raises the KeyboardInterrupt of a worker of a DataLoader anew: only `torch_s` counts that.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or (module_of(trace.tb_frame).startswith("torch.") and not torch_s):
-        return False
-    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
 
 def _threads() -> tuple[str, ...]:
@@ -214,7 +183,7 @@ def ended_by(error: BaseException | None) -> None:
     """
     global _ended  # noqa: PLW0603  (a process ends once)
     if isinstance(error, SystemExit):
-        trace = [frame.f_globals.get("__name__") for frame in _frames(error.__traceback__)]
+        trace = [frame.f_globals.get("__name__") for frame in frames_of(error.__traceback__)]
         caught = trace[-1:] == ["torch.multiprocessing.spawn"]
         error = error.__context__ if caught else None
     _ended = error
@@ -235,22 +204,6 @@ def uncaught(*, midway: bool = False) -> BaseException | None:
         if isinstance(found, BaseException):
             return found
     return None
-
-
-def _chain(raised: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, what it was raised from or while handling, and so on."""
-    error: BaseException | None = raised
-    for _ in range(MAX_CHAIN):
-        if error is None:
-            return
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
 
 
 def _is_another_s(error: BaseException) -> bool:
@@ -274,14 +227,14 @@ def _is_collective(error: BaseException) -> bool:
     if _is_of_the_device(error) or _OWN_ADDRESS.search(first_line(error)):
         return False
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
-        return not _is_raised_by_hand(error)  # a script may have errors that are derived from these
-    modules = [module_of(frame) for frame in _frames(error.__traceback__)]
+        return not is_raised_by_hand(error)  # a script may have errors that are derived from these
+    modules = [module_of(frame) for frame in frames_of(error.__traceback__)]
     inner, said = modules[-1] if modules else "", first_line(error)
     # Others are a wrong call, such as without a group.
     if inner.startswith(_FILES) or not isinstance(error, RuntimeError | OSError):
         return False
     text = _PATH.sub("", said)  # a checkpoint may lie in a folder of any name
-    gone, by_hand = bool(_GONE.search(text)), _is_raised_by_hand(error, torch_s=True)
+    gone, by_hand = bool(_GONE.search(text)), is_raised_by_hand(error, torch_s=True)
     if not (inner == "torch" or inner.startswith("torch.")):
         # A script has connections of its own, to which the same may happen.
         return type(error) is RuntimeError and gone and not by_hand and bool(_BACKEND.search(said))

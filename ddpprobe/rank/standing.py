@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from ddpprobe.rank.frames import is_of_python, line_in_words, module_of, stack
+from ddpprobe.rank.frames import is_of_the_script, line_in_words, module_of, stack
 from ddpprobe.records.events import StandsEvent
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir.heartbeat import Heartbeat
@@ -41,7 +41,6 @@ _CALLS = {
     ("threading", "_shutdown"): "the wait for threads at exit",
 }  # fmt: skip
 _ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
-_OURS = ("torch.", "ddpprobe.")
 
 
 @final
@@ -100,7 +99,7 @@ def place(innermost: FrameType, *, reducing: bool = False) -> tuple[str, bool | 
     `reducing`: what the engine of a backward still waits for is the reduction.
     """
     module = f"{module_of(innermost)}."
-    script = next((f for f in stack(innermost) if _is_the_scripts(f)), innermost)
+    script = next((f for f in stack(innermost) if is_of_the_script(f)), innermost)
     where = line_in_words(script.f_code, script.f_lineno)
     if script is not innermost:
         where += f" ({line_in_words(innermost.f_code, innermost.f_lineno)})"
@@ -118,10 +117,3 @@ def within(innermost: FrameType) -> str:
     calls = ((module_of(frame), frame.f_code.co_name) for frame in stack(innermost))
     found = [_CALLS[call] for call in calls if call in _CALLS]
     return found[-1] if found else ""
-
-
-def _is_the_scripts(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return not (
-        is_of_python(file) or file.startswith("<frozen") or module_of(frame).startswith(_OURS)
-    )

@@ -9,7 +9,18 @@ from typing import Annotated
 from ddpprobe.records.step import STEP_PHASES
 
 Rank = Annotated[int, "rank"]  # not negative, and of a size that a bit mask may have
+_CUT, _NEAR = "...", 24  # what a text ends with that was cut; characters of a word
 _TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out|failed to pass monitored", re.IGNORECASE)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text, or its beginning and "...", which ends with a word where one ends nearby."""
+    if len(text) <= most:
+        return text
+    begun = text[: most - len(_CUT)]
+    head, _, rest = begun.rpartition(" ")
+    is_near = head and len(rest) <= _NEAR and text[len(begun)] != " "
+    return (head if is_near else begun).rstrip(" .,:;") + _CUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,10 +124,15 @@ ROOMS = {
         "(documents_say_the_same or every_mutation or python_m_ddpprobe or pipe_is_quiet)",
     ),
     "witnesses": Room(
-        ("ddpprobe/rank/peer_watcher.py", "ddpprobe/rank/last_words.py"),
+        (
+            "ddpprobe/rank/peer_watcher.py",
+            "ddpprobe/rank/last_words.py",
+            "ddpprobe/rank/exceptions.py",
+        ),
         (
             "rank/test_peer_watcher.py",
             "rank/test_last_words.py",
+            "rank/test_exceptions.py",
             "rank/test_signal_handlers.py",
         ),
         "end_of_the_interpreter",  # what mutmut warns of is printed by the process it starts

@@ -252,7 +252,7 @@ def test_type_message_and_the_innermost_place_outside_of_torch_are_told() -> Non
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", ""), ("\n  \n  told  \nmore", "told"), ("x" * 301, "x" * 300)],
+    [("", ""), ("\n  \n  told  \nmore", "told"), ("x" * 301, "x" * 297 + "...")],
 )
 def test_the_first_line_that_says_something_is_told(text, message) -> None:
     assert describe(ValueError(text)).message == message
