@@ -12,7 +12,7 @@ from itertools import chain
 
 from ddpprobe.daemon.requests import Request
 from ddpprobe.records.events import Ended, Told
-from ddpprobe.records.fate import Fate
+from ddpprobe.records.fate import Fate, RaisedError, Reason
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.rank_names import numbers_text
 from ddpprobe.records.step import KINDS, PLACEMENTS, SEVERAL, FirstBad, Site, StepRecord
@@ -114,13 +114,20 @@ def fault_of_fate(fate: Fate, node: str) -> str:
     """
     if fate.node != node or (fate.witness and not fate.witness.startswith(f"{node}/")):
         return "an end of a rank that another node's daemon has seen"
-    error = fate.error
-    said = (error.type, error.message, error.where) if error is not None else ()
+    said = _texts_of(fate.error) if fate.error is not None else ()
     if max(map(len, (fate.how, fate.witness, fate.launcher, *said))) > MAX_NAME:
         return f"an end of a rank with a text of more than {MAX_NAME} characters"
     clock = fate.clock
     numbers = (fate.time_ns, fate.order, *((clock.steps, clock.micro, clock.step) if clock else ()))
     return "" if max(numbers) < MOST_ORDER else "an end of a rank with a number that cannot be"
+
+
+def _texts_of(error: RaisedError | Reason) -> Iterator[str]:
+    yield from (error.type, error.message, error.where, error.script, error.group)
+    if isinstance(error, RaisedError):
+        yield error.behind
+        for reason in filter(None, (error.cause, error.handled)):
+            yield from _texts_of(reason)
 
 
 def fault_of_wish(taken: Collection[int], step: int) -> str:

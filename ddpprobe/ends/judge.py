@@ -38,6 +38,7 @@ from ddpprobe.ends.rank_ends import (
 )
 from ddpprobe.ends.undecided import after_closing, last_resort, watched
 from ddpprobe.ends.words import (
+    alike,
     broken_in_words,
     common_place,
     describe,
@@ -211,13 +212,13 @@ def _quiet(parts: RankEnds) -> End:
 
 
 def _crashed(parts: RankEnds, pool: list[Fate]) -> End:
-    alike = left_alike(parts, pool)
+    leaving = left_alike(parts, pool)
     step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
     text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
-    if alike:
-        text, pool = left_in_words(alike, pool), alike
+    if leaving:
+        text, pool = left_in_words(leaving, pool), leaving
     elif len(pool) > 1 and _raised_alike(pool):
-        first = pool[0]
+        first = alike(pool)
         text = f"{ranks_of(pool)} died of the same exception ({died_of(first)}) {where_of(first)}"
     elif len(pool) > 1:
         each = each_of(map(describe, pool))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ddpprobe.ends.evidence import UNKNOWN
 from ddpprobe.ends.rank_ends import CLEAN
-from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.records.fate import Fate, Progress, RaisedError, Reason, cut, placed
 from ddpprobe.records.rank_names import ranks_joined
 
 MOST_SAID = 4  # ranks that are named, or of which each is told
+MOST_BESIDE = 150  # characters of a message that is not the first to be read
 # What gloo writes around what happened: its own line, and advice.
 _AROUND = re.compile(r"^\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by .*$", re.DOTALL)
 
@@ -97,16 +99,46 @@ def memory_in_words(fates: Iterable[Fate]) -> str:
 
 def _was_killed(fate: Fate) -> bool:
     """Whether it was killed, or a worker of its."""
-    said = "" if fate.error is None else fate.error.message
-    return fate.how == "SIGKILL" or "killed by signal: Killed" in said
+    if fate.how == "SIGKILL" or fate.error is None:
+        return fate.how == "SIGKILL"
+    said = (fate.error, fate.error.cause, fate.error.handled)
+    return any(each is not None and "killed by signal: Killed" in each.message for each in said)
 
 
 def _in_words(error: RaisedError) -> str:
+    """Say an exception, after the one that it was raised because of: that is what to mend."""
+    cause, handled = error.cause, error.handled
+    text = _one(error, MOST_BESIDE if cause else None)
+    if cause is not None:
+        text = f"{_one(cause)}, because of which it raised {text}"
+    behind = error.behind or ("" if handled is None else _one(handled, MOST_BESIDE))
+    return f"{text}, while it handled {behind}" if behind else text
+
+
+def _one(error: RaisedError | Reason, most: int | None = None) -> str:
     message = _AROUND.sub("", error.message)
+    message = cut(message, most or len(message))
+    if not message.endswith(".."):
+        message = message.removesuffix(".")
     text = f": {message}" if message else ""
-    at = f" at {error.where}" if error.where else ""
-    while_ = f", while it handled {error.behind}" if error.behind else ""
-    return f"{error.type}{text}{at}{while_}"
+    group = f", one of {error.group}" if error.group else ""
+    return f"{error.type}{text}{placed(error.where, error.script)}{group}"
+
+
+def alike(fates: list[Fate]) -> Fate:
+    """Return the first of ranks that raised alike, less what is not the same for all of them."""
+    errors = [f.error for f in fates if f.error is not None]
+    others = {
+        name: getattr(RaisedError(), name)
+        for name in ("script", "group", "cause", "handled")
+        if len({_kind(getattr(error, name)) for error in errors}) > 1
+    }
+    return replace(fates[0], error=replace(errors[0], **others))
+
+
+def _kind(said: Reason | str | None) -> object:
+    """Return what is the same of one exception on several ranks: its text may name the rank."""
+    return (said.type, said.where, said.script) if isinstance(said, Reason) else said
 
 
 def _lingering(fate: Fate) -> str:

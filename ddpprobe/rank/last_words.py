@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
-from types import CodeType, FrameType, TracebackType
+from dataclasses import replace
+from types import CodeType, FrameType
 
 from ddpprobe.rank.exceptions import (
     MAX_CHAIN,
@@ -17,13 +18,15 @@ from ddpprobe.rank.exceptions import (
     frames_of,
     is_raised_by_hand,
     message_of,
+    places_of,
+    reasons,
 )
-from ddpprobe.rank.frames import line_in_words, module_of, stack
+from ddpprobe.rank.frames import is_of_the_script, module_of, stack
 from ddpprobe.rank.scheduler import pool
 from ddpprobe.rank.shared_failure import shared_failure
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.records.events import ClosedEvent
-from ddpprobe.records.fate import RaisedError
+from ddpprobe.records.fate import RaisedError, Reason, placed
 from ddpprobe.rundir.fuse import first_line
 from ddpprobe.rundir.signal_frames import signal_of
 
@@ -115,13 +118,34 @@ def describe(raised: BaseException) -> RaisedError:
     that. What was raised from another exception is judged by that one: torch's pipeline says so of
     whatever a stage raises. Of a group it is the first exception that is no broken communication.
     """
+    told = _told(raised)
     raised = _of_group(raised)
     chain = list(chain_of(raised))
+    behind = _behind(chain)
+    cause, handled = (None, None) if behind else reasons(chain)
     return RaisedError(
-        type(raised).__name__, message_of(raised), _origin(raised.__traceback__),
+        told.type, told.message, told.where,
         collective=any(_is_another_s(error) for error in chain if error.__cause__ is None),
-        asked=_is_asked(chain), behind=_behind(chain),
+        asked=_is_asked(chain), behind=behind, script=told.script, group=told.group,
+        cause=_told_behind(cause), handled=_told_behind(handled),
     )  # fmt: skip
+
+
+def _told(raised: BaseException) -> Reason:
+    """Return what is said of one exception; of a group, of the one of it that tells most."""
+    group, raised = raised, _of_group(raised)
+    where, script = places_of(raised.__traceback__)
+    of = "" if group is raised else _in_words(group)
+    return Reason(type(raised).__name__, message_of(raised), where, script, of)
+
+
+def _told_behind(raised: BaseException | None) -> Reason | None:
+    """Return what is said of one behind another, whose place is told: none of a library alone."""
+    if raised is None:
+        return None
+    told = _told(raised)
+    frames = frames_of(_of_group(raised).__traceback__)
+    return told if any(map(is_of_the_script, frames)) else replace(told, where="")
 
 
 def _of_group(raised: BaseException) -> BaseException:
@@ -140,10 +164,14 @@ def _behind(chain: list[BaseException]) -> str:
     A script that waits for the others in a `finally` may time out there because of it.
     """
     first = chain[-1]
-    if len(chain) == 1 or _is_another_s(first) or not _is_another_s(chain[0]):
-        return ""
-    text, where = message_of(first), _origin(first.__traceback__)
-    return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
+    told = len(chain) > 1 and not _is_another_s(first) and _is_another_s(chain[0])
+    return _in_words(first) if told else ""
+
+
+def _in_words(raised: BaseException) -> str:
+    text, (where, script) = message_of(raised), places_of(raised.__traceback__)
+    at = placed(where, script)
+    return f"{type(raised).__name__}{f': {text}' if text else ''}{at}"
 
 
 def _is_asked(chain: Iterable[BaseException]) -> bool:
@@ -253,14 +281,3 @@ def _is_of_the_device(error: BaseException) -> bool:
     if any(kind.__name__ == _OUT_OF_MEMORY for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and bool(_OF_THE_DEVICE.search(first_line(error)))
-
-
-def _origin(trace: TracebackType | None) -> str:
-    """Return `file:line in function` of the innermost frame that is not torch's."""
-    found = ""
-    while trace is not None:
-        frame = trace.tb_frame
-        if not module_of(frame).startswith(("torch.", "ddpprobe.")):
-            found = line_in_words(frame.f_code, trace.tb_lineno)
-        trace = trace.tb_next
-    return found

@@ -23,6 +23,22 @@ def cut(text: str, most: int) -> str:
     return (head if is_near else begun).rstrip(" .,:;") + _CUT
 
 
+def placed(where: str, script: str) -> str:
+    """Say where an exception was raised, after its text; as of `Reason`. "" if nothing is known."""
+    return (f" at {script} ({where})" if script else f" at {where}") if where else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """An exception behind the one that a rank ended by; all of it as of `RaisedError`."""
+
+    type: str = ""
+    message: str = ""
+    where: str = ""
+    script: str = ""
+    group: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class RaisedError:
     """The exception that a rank ended by.
@@ -34,6 +50,10 @@ class RaisedError:
         collective: it came out of communication with other ranks.
         asked: it was raised by a handler of a signal, or is Python's answer to SIGINT.
         behind: the exception that was handled when communication broke, in words; "" if none was.
+        script: the innermost line of the script, if `where` is not one.
+        group: the group of exceptions that it was one of, in words; "" if it was in none.
+        cause: the first of those that it was raised because of.
+        handled: the first of those that were merely handled when it was raised.
     """
 
     type: str = ""
@@ -42,6 +62,10 @@ class RaisedError:
     collective: bool = False
     asked: bool = False
     behind: str = ""
+    script: str = ""
+    group: str = ""
+    cause: Reason | None = None
+    handled: Reason | None = None
 
     @property
     def timed_out(self) -> bool:

@@ -25,7 +25,7 @@ from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.server import Server
 from ddpprobe.rank import head, join
 from ddpprobe.records.events import Told, to_json
-from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.records.fate import Fate, Progress, RaisedError, Reason
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.node_view import FirstFailure
 from ddpprobe.records.step import UNORDERED, Site, StepRecord
@@ -255,6 +255,9 @@ UNTRUE: dict[str, Any] = {
     "seen by the head itself": {"witness": "node_0000/7/1.5"},
     "with a text without end": {"how": "x" * 5000},
     "by an exception without end": {"error": RaisedError("E", "x" * 5000)},
+    "by one that was raised because of one": {"error": RaisedError(cause=Reason("E", "x" * 5000))},
+    "by one out of a group of them": {"error": RaisedError(handled=Reason(group="x" * 5000))},
+    "by one while it handled one": {"error": RaisedError(behind="x" * 5000)},
     "after all times": {"time_ns": 2**62},
     "in a step of another age": {"clock": Progress(2**62, 0, "data", 0)},
 }

@@ -14,7 +14,7 @@ from ddpprobe.ends.anomalies import anomalies_of, code_of, first_cause_of, last_
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import judge
 from ddpprobe.records.events import FirstCauseEvent
-from ddpprobe.records.fate import Fate
+from ddpprobe.records.fate import Fate, Reason
 
 from .test_judge import OWN, VERDICTS, at, fate, raised
 
@@ -33,6 +33,10 @@ def cases() -> dict[str, Case]:
     found["one that raised before its first step, nobody knows where"] = Case((nowhere,))
     silent = raised(0, replace(OWN, message=""))
     found["one that raised without a message"] = Case((silent,))
+    because = replace(OWN, cause=Reason("KeyError", "'tokens'", "data.py:7 in load"))
+    found["one that raised because of another exception"] = Case((raised(0, because),))
+    library = replace(OWN, where="subprocess.py:571 in run", script="train.py:88 in load")
+    found["one that called what raised"] = Case((raised(0, library),))
     found["one in its second micro-batch"] = Case((fate(0, "SIGSEGV", at(12, micro=1)),))
     found["a part of them"] = Case((fate(0), Fate(1)), partial=True)
     return found
