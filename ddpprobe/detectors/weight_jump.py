@@ -131,9 +131,9 @@ class WeightJump(SampledDetector):
         if leap.of_norm:
             names = ("norm", "before", "times")
             message = (
-                f"norm of the {what} went from {leap.before:.3g} to {leap.now:.3g} between two "
-                f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
-                f"{also}: look at what wrote to it{_BESIDE[kind]}"
+                f"norm of the {what}{_of_all(record, kind, mine[0])} went from {leap.before:.3g} "
+                f"to {leap.now:.3g} between two looks, {leap.times[0]:.3g} x as far as at any of "
+                f"the {self._window} before{also}: look at what wrote to it{_BESIDE[kind]}"
             )
         else:
             names = ("abs_max", "highest", "ratio")
@@ -186,6 +186,12 @@ def _as_one(leapt: list[Anomaly]) -> list[Anomaly]:
         return leapt
     first, other = leapt
     return [replace(first, message=f"{first.message}; buffer {other.module} leapt as well")]
+
+
+def _of_all(record: StepRecord, kind: str, fqn: str) -> str:
+    """Say that a norm is that of the tensors of all ranks, each its own: a buffer of DDP's."""
+    own = any((s.kind, s.fqn, s.placement) == (kind, fqn, "local") for s in record.sites)
+    return ", of all ranks together," if own and len(record.ranks) > 1 else ""
 
 
 def _of_buffers(buffers: SitesOfKind, record: StepRecord) -> tuple[Floats, Floats, Floats] | None:

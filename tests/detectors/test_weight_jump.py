@@ -251,6 +251,19 @@ def test_a_buffer_that_jumps_or_moves_as_never_before_is_told_as_a_weight_is() -
         assert "beside the optimizer" not in warn.message
 
 
+def test_a_norm_over_the_buffers_of_all_ranks_is_said_to_be_one() -> None:
+    site = Site("norm.running_var", "buffer", placement="local")
+    for placement, words in (("local", "buffer, of all ranks together, went"), ("", "buffer went")):
+        at = replace(site, placement=placement or "replicated")
+        stream = [
+            record(s, {0: {}, 1: {}}, rows={at: {"rms": n, "max": 1.0, "numel": 100}})
+            for s in range(60)
+            for n in (0.5 if s >= 40 else 0.8 + 1e-4 * (s % 3),)
+        ]
+        (warn,) = run(WeightJump(), stream)
+        assert f"norm of the {words} from" in warn.message
+
+
 def test_a_buffer_may_be_below_the_learning_rate_and_may_shrink_or_grow_slowly() -> None:
     small = statistics(lambda s: 1e-3 * (5.0 if s >= AT else 1.0), rate=0.1)
     assert levels(run(WeightJump(), small)) == [("warn", AT)]
