@@ -228,16 +228,25 @@ def _aftermath(story: Story, said: Collection[str]) -> Iterator[str]:
         text = told(attempt["end"], attempt["attempt"] if several else None)
         if text and attempt["end"]["message"] not in said:
             yield f"{text}."
-    last = story.info["steps"]["last"]
-    if last is not None:
-        # What was sampled last is rarely the last step.
-        attempt = story.info["attempts"][-1]["attempt"]
-        reached = (s.reached for s in story.held.shares if s.attempt == attempt)
-        last = max([last, *filter(None, reached)])
-        whole = f"attempt {attempt}" if several else "the run"
-        if story.info["state"] == RUNNING:
-            yield f"{whole.capitalize()} is under way, at step {last}."
-        elif several and story.info["state"] == ENDED:
-            yield f"{whole.capitalize()} came to its end, at step {last}."
-        else:
-            yield f"The last step is {last}."
+    yield from _last_step(story, several=several)
+
+
+def _last_step(story: Story, *, several: bool) -> Iterator[str]:
+    """Say how far the newest attempt came: a rank may be further than its last sampled step.
+
+    An attempt before it may have come further, and the next one then began again further back.
+    """
+    if not story.info["attempts"]:
+        return
+    newest = story.info["attempts"][-1]
+    shares = [s for s in story.held.shares if s.attempt == newest["attempt"]]
+    steps = [n for n in (newest["steps"]["last"], *(s.reached for s in shares)) if n is not None]
+    if newest["steps"]["last"] is None and all(s.began is None for s in shares):
+        return  # before its first step it may say that it is in it
+    last, whole = max(steps), f"attempt {newest['attempt']}" if several else "the run"
+    if story.info["state"] == RUNNING:
+        yield f"{whole.capitalize()} is under way, at step {last}."
+    elif several and story.info["state"] == ENDED:
+        yield f"{whole.capitalize()} came to its end, at step {last}."
+    else:
+        yield f"The last step{f' of {whole}' if several else ''} is {last}."

@@ -21,12 +21,15 @@ PAGE = Anomaly(
 )  # fmt: skip
 WARNING = replace(PAGE, detector="grad_spike", level="warn", first_cause=False, message="odd")
 WHOLE = Completeness((RankShare(0, 0, 8, 8, 7, 7, "closed"),), {0: 1}, live=False)
-ENDED = {"attempt": 0, "end": {"state": "ended", "how": "", "message": "as it must"}}
+STEPS = {"first": 0, "last": 7}
+ENDED = {
+    "attempt": 0, "steps": STEPS, "end": {"state": "ended", "how": "", "message": "as it must"}
+}  # fmt: skip
 PART = Completeness((RankShare(0, 0, 5, 8, 4, 7, "closed"),), {0: 1}, live=False)
 
 
 def story(*anomalies: Anomaly, info: dict[str, Any] | None = None, **changes: Any) -> Story:
-    plain = {"path": "run", "attempts": [ENDED], "first_death": None, "steps": {"last": 7}}
+    plain = {"path": "run", "attempts": [ENDED], "first_death": None, "steps": STEPS}
     made = Story(
         {**plain, "state": "ended", **(info or {})}, list(anomalies), RunSites(), [], Labels(),
         [], [], [], held=WHOLE, records=8,
@@ -83,7 +86,8 @@ LOST = replace(PAGE, detector="rank_lost", module=None, kind=None, message=KILLE
 
 
 def aftermath(end: dict[str, str], *anomalies: Anomaly) -> list[str]:
-    return judge(story(*anomalies, info={"attempts": [{"attempt": 0, "end": end}]})).aftermath
+    attempts = [{"attempt": 0, "steps": STEPS, "end": end}]
+    return judge(story(*anomalies, info={"attempts": attempts})).aftermath
 
 
 @pytest.mark.parametrize(
@@ -123,17 +127,42 @@ def test_what_was_found_behind_the_backward_is_not_laid_to_the_optimizer_nor_a_m
 
 
 def test_of_several_attempts_it_is_said_whose_cause_it_is_and_how_the_last_one_went() -> None:
-    well = {"attempt": 1, "end": {"state": "ended", "how": "", "message": "every rank"}}
-    attempts = [{"attempt": 0, "end": KILLED}, well]
+    well = {"attempt": 1, "steps": STEPS, "end": {"state": "ended", "how": "", "message": "all"}}
+    attempts = [{"attempt": 0, "steps": STEPS, "end": KILLED}, well]
     lost = replace(LOST, attempt=0, phase="step")
     for state, last in (
         ("ended", "Attempt 1 came to its end, at step 7."),
         ("running", "Attempt 1 is under way, at step 7."),
-        ("crashed", "The last step is 7."),
+        ("crashed", "The last step of attempt 1 is 7."),
     ):
         found = judge(story(lost, info={"attempts": attempts, "state": state}))
         assert found.headline == "The job was lost on rank 0 at step 3 of attempt 0"
         assert found.aftermath[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("recorded", "reached", "began", "said"),
+    [
+        (20, 29, 0, ["Attempt 1 came to its end, at step 29."]),
+        (20, None, None, ["Attempt 1 came to its end, at step 20."]),
+        (None, 3, 2, ["Attempt 1 came to its end, at step 3."]),
+        (None, 2, None, []),  # it may have been before it
+        (None, None, None, []),
+    ],
+)
+def test_the_last_step_is_the_newest_attempts_though_an_earlier_one_came_further(
+    recorded: int | None, reached: int | None, began: int | None, said: list[str]
+) -> None:
+    """Whoever begins again from a checkpoint, or from nothing, is behind for a while."""
+    first = {**ENDED, "steps": {"first": 0, "last": 40}}
+    second = {**ENDED, "attempt": 1, "steps": {"first": recorded, "last": recorded}}
+    shares = (
+        RankShare(0, 0, 5, 5, 40, 44, "died"),
+        RankShare(1, 0, 3, 3, recorded, reached, "closed", began=began),
+    )
+    info = {"attempts": [first, second], "steps": {"first": 0, "last": 40}}
+    held = Completeness(shares, {0: 1, 1: 1}, live=False)
+    assert judge(story(info=info, held=held)).aftermath == said
 
 
 def test_of_weights_that_stand_still_the_rows_of_their_parameters_are_shown() -> None:
