@@ -10,7 +10,7 @@ from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.end import BAD, CRASHED, HUNG, STOPPED, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import failed
-from ddpprobe.ends.words import describe
+from ddpprobe.ends.words import closed_within, describe
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.step import PHASES, Anomaly
@@ -121,8 +121,21 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
         named = {*end.ranks}
         others = [f for f in failed(case) if f.rank not in named and (f.how or f.raised)]
         order = DeathOrder(fates[rank] for rank in end.ranks if rank in fates)
-        found += [_taken_along(f, end, order, attempt) for f in others]
+        found += [_taken_along(f, describe(f), end, order, attempt) for f in others]
+        quiet = [f for f in case.fates if f.rank not in named and _left_midway(f, case)]
+        found += [_taken_along(f, _left(f), end, order, attempt) for f in quiet if f not in others]
     return found
+
+
+def _left_midway(fate: Fate, case: Case) -> bool:
+    """Whether its interpreter came to its end within a step, and nothing of it says why."""
+    over = bool(fate.how) or not case.live
+    return over and fate.at_exit and fate.error is None and bool(closed_within(fate))
+
+
+def _left(fate: Fate) -> str:
+    why = "an exception that the script caught, or its own choice"
+    return f"rank {fate.rank} left {closed_within(fate)} and did not say why: {why}"
 
 
 def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anomaly:
@@ -133,8 +146,8 @@ def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anoma
     )  # fmt: skip
 
 
-def _taken_along(fate: Fate, end: End, order: DeathOrder, attempt: int) -> Anomaly:
-    text = describe(fate) + _order_words(fate, end, order)
+def _taken_along(fate: Fate, said: str, end: End, order: DeathOrder, attempt: int) -> Anomaly:
+    text = said + _order_words(fate, end, order)
     step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
     return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
 

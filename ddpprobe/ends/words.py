@@ -60,6 +60,14 @@ def where_of(fate: Fate) -> str:
     return f"{'after' if clock.phase == 'data' else 'in'} step {clock.step}"
 
 
+def closed_within(fate: Fate) -> str:
+    """Say where a rank closed if that was within a step; "" if between two, or if nobody knows."""
+    clock = fate.clock
+    if not fate.closed or clock is None or clock.phase == "data":
+        return ""
+    return f"in {clock.phase} of step {clock.step}"
+
+
 def died_of(fate: Fate) -> str:
     """Say what a rank died of: a signal, an exit code, or an exception and where it was raised."""
     how, error = how_of(fate), fate.error

@@ -13,21 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from ddpprobe.ends.end import UNDECIDED
 from ddpprobe.ends.evidence import clock_of
 from ddpprobe.ends.rank_ends import CLEAN
+from ddpprobe.reader.endings import Ending, ending_of
 from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
+from ddpprobe.reader.rank_status import RUNNING, UNKNOWN, ends_of
 from ddpprobe.records.events import (
     BlindEvent,
     ClosedEvent,
-    DeathEvent,
     FuseEvent,
     LastBeatsEvent,
-    PeerExitEvent,
 )
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir.heartbeat import CLOSED
 
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
@@ -37,7 +39,6 @@ _UPLOADED = (
     "the daemon of each node uploads what it has committed, records about a minute late; what does "
     "not arrive lies on that node, where `ddpprobe info` says how to finish the upload"
 )
-CLOSED, DIED, RUNNING, UNKNOWN = "closed", "died", "running", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ class Completeness:
         live: it is still under way.
         host: where rank 0 ran; "" if that is not known.
         url: the object store that it is read from; "" for a directory.
-        undecided: why nobody knows whether the newest attempt came to its end, although each rank
-            said its last word; "" if that is known.
+        undecided: what of the newest attempt's end is not known, although it is known how each rank
+            ended; "" if all is.
     """
 
     shares: tuple[RankShare, ...]
@@ -245,14 +246,18 @@ def completeness(
         host: where rank 0 ran.
         url: the object store that it is read from.
     """
-    attempts = merged_reader.attempts()
     shares: list[RankShare] = []
-    world = {}
-    for attempt in attempts:
-        found = _shares(merged_reader, attempt, live=live and attempt == attempts[-1])
+    world, undecided = dict[int, int](), ""
+    for attempt in merged_reader.attempts():
+        # Before the records, which only become more.
+        ending = ending_of(merged_reader, attempt)
+        found = _shares(merged_reader, ending)
         world[attempt] = max(merged_reader.world_size(attempt), len(found))
         shares += found
-    return Completeness(tuple(shares), world, live, host, url)
+        unseen = any(share.end == UNKNOWN for share in found)  # that is said of each of these
+        open_ = ending.end.state == UNDECIDED and not unseen and not live
+        undecided = ending.end.message if open_ else ""
+    return Completeness(tuple(shares), world, live, host, url, undecided)
 
 
 def steps_taken(merged_reader: MergedReader, attempt: int) -> int:
@@ -272,14 +277,8 @@ def _elsewhere(merged_reader: MergedReader, attempt: int) -> set[int]:
 
 @dataclass(slots=True)
 class _Word:
-    """What a rank, or its daemon, said of it last; `exact`: it took so many and no more.
+    """What a rank, or its daemon, said of it last; `exact`: it took so many and no more."""
 
-    `fell`: other ranks saw it end, and not as one that comes to its end; `left`: with exit code 0.
-    """
-
-    end: str = ""
-    fell: bool = False
-    left: bool = False
     sampled: int = 0
     exact: bool = False
     reached: int | None = None
@@ -300,12 +299,13 @@ class _Word:
         if step >= 0:
             self.reached = max(step, self.reached or 0)
         self.sampled = max(self.sampled, sampled)
-        if state == CLOSED and self.end != DIED:
-            self.end, self.exact = CLOSED, True
+        self.exact |= state == CLOSED
 
 
-def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[RankShare]:
-    words = _last_words(merged_reader, attempt)  # before the records, which only become more
+def _shares(merged_reader: MergedReader, ending: Ending) -> list[RankShare]:
+    attempt, ends = ending.attempt, ends_of(ending)
+    left = {fate.rank for fate in ending.case.fates if fate.how == CLEAN}
+    words = _last_words(merged_reader, attempt)
     held: dict[int, Steps] = {}
     for rank in merged_reader.ranks(attempt):
         held[rank] = merged_reader.whole_steps(attempt, rank)
@@ -314,16 +314,15 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
     everything = len(union(held.values()))
     found = []
     for rank, steps in sorted(held.items()):
-        word, count = words[rank], len(steps)
+        word, count, end = words[rank], len(steps), ends.get(rank, UNKNOWN)
         # Its own count is exact once it has closed; until then other ranks may know of more steps.
         sampled_steps = word.sampled if word.exact else max(word.sampled, everything)
         found.append(
             RankShare(
                 attempt, rank, count, max(sampled_steps, count),
-                int(steps[-1]) if count else None, word.reached,
-                word.end or (DIED if word.fell else RUNNING if live else UNKNOWN), rank in absent,
+                int(steps[-1]) if count else None, word.reached, end, rank in absent,
                 blind=word.blind and not sampled_steps, blown=word.blown, began=word.began,
-                left=word.left,
+                left=end == UNKNOWN and rank in left,
             )
         )  # fmt: skip
     return found
@@ -355,18 +354,12 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
         case ClosedEvent(sampled=sampled) as said if event.rank in words:
             word = words[event.rank]
             word.take_place(said.step, said.steps, said.state)
-            word.end = word.end or CLOSED
             if sampled >= 0:
                 word.sampled, word.exact = max(word.sampled, sampled), True
         case BlindEvent(modules=None) if event.rank in words:
             words[event.rank].blind = True
         case FuseEvent(component=part, error=why) if event.rank in words and part in _OBSERVING:
             words[event.rank].blown = f"{part}: {why}" if why else part
-        case DeathEvent(rank=rank) if rank in words:
-            words[rank].end = DIED
-        case PeerExitEvent(rank=rank, how=how) if rank in words:
-            words[rank].fell |= how not in {UNKNOWN, CLEAN}
-            words[rank].left |= how == CLEAN
         case LastBeatsEvent(ranks=ranks):
             for rank in ranks.keys() & words.keys():
                 beat = ranks[rank]

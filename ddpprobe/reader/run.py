@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.ends.end import UNDECIDED
 from ddpprobe.errors import RunNotFound, TensorError, UnknownSeries
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
@@ -208,11 +206,7 @@ class Run(RunNumbers):
             if again == found:
                 break
             found = again
-        if not found.complete or found.live:
-            return found  # of an end that nobody saw it is said by now
-        end = ending_of(merged_reader, merged_reader.attempts()[-1]).end
-        undecided = end.state == UNDECIDED and not end.is_telling
-        return replace(found, undecided=end.message) if undecided else found
+        return found
 
     def replayed(
         self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.detectors.suite import recorded
-from ddpprobe.reader.completeness import UNKNOWN, Completeness, RankShare
-from ddpprobe.reader.endings import Death, Ending, deaths_of
+from ddpprobe.reader.completeness import Completeness, RankShare
+from ddpprobe.reader.endings import Ending, deaths_of
 from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.order_history import orders_of
 from ddpprobe.reader.rank_facts import Event, RankFacts
+from ddpprobe.reader.rank_status import UNKNOWN, statuses_of
 from ddpprobe.reader.under_way import has_daemon
 from ddpprobe.records.environment import of_metas
 from ddpprobe.records.events import (
     BudgetEvent,
-    ClosedEvent,
     CommandEvent,
     DroppedEvent,
     NoteEvent,
@@ -132,12 +132,12 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     silent = sorted(set(range(merged_reader.world_size(attempt))) - {f.rank for f in facts})
     sealed = {e.node for e in events if isinstance(e.what, SealedEvent)}
     unsealed = sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed)
-    said, ranks = _said(events), list[dict[str, Any]]()
+    said, ranks, statuses = _said(events), list[dict[str, Any]](), statuses_of(ending)
     beats = last_beats(merged_reader.run, attempt)
     for each in facts:
         share = shares[each.rank]
         own = said.get(paths.rank_name(each.rank), [])
-        told = _rank(each, share, _status(each.rank, own, deaths, share.end))
+        told = _rank(each, share, statuses[each.rank])
         ratio = beats[each.rank][1].overhead_ratio if each.rank in beats else math.nan
         overhead = ratio if math.isfinite(ratio) else None  # it has not said any
         lost = {"dropped": _dropped(own), "overhead_ratio": overhead}
@@ -271,18 +271,6 @@ def _dropped(said: list[LifeEvent]) -> dict[str, int]:
         if isinstance(what, DroppedEvent):
             lost[what.reason] += what.count
     return dict(sorted(lost.items()))
-
-
-def _status(rank: int, said: list[LifeEvent], deaths: list[Death], end: str) -> str:
-    death = next((d for d in deaths if d.rank == rank), None)
-    closed = [what.status for what in said if isinstance(what, ClosedEvent)]
-    if "ok" in closed and not (death is not None and death.signal.startswith("exit:")):
-        return "closed"  # what comes after its last word is torch's, but for an exit code
-    if death is not None:
-        return f"died ({death.signal})"
-    if closed:
-        return "closed by an exception"
-    return "no last word" if end == UNKNOWN else end
 
 
 # What a run directory holds, and by which names: what else lies there is not looked at.

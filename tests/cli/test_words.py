@@ -21,8 +21,9 @@ from ddpprobe.detectors.suite import Episode
 from ddpprobe.ends.end import ENDED, HUNG, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
 from ddpprobe.errors import RunError, StoreDamaged
-from ddpprobe.reader.completeness import CLOSED, RUNNING, UNKNOWN, Completeness, RankShare
+from ddpprobe.reader.completeness import Completeness, RankShare
 from ddpprobe.reader.endings import Ending
+from ddpprobe.reader.rank_status import CLOSED, RUNNING, UNKNOWN
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalWriter
 from ddpprobe.rundir.paths import RunDir, make_dir, write_json

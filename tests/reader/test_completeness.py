@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpprobe.reader.completeness import CLOSED, DIED, RUNNING, UNKNOWN
+from ddpprobe.reader.rank_status import CLOSED, DIED, RUNNING, UNKNOWN
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.series_plot import figure_of
 from ddpprobe.records.step import Site

@@ -22,7 +22,7 @@ from ddpprobe.ends.evidence import UNKNOWN, Evidence
 from ddpprobe.ends.judge import judge
 from ddpprobe.ends.rank_ends import ABSENT, LEFT, SILENT, RankEnds
 from ddpprobe.ends.stalls import is_late, is_still
-from ddpprobe.ends.words import how_of
+from ddpprobe.ends.words import closed_within, how_of
 from ddpprobe.reader.endings import Ending, ending_of
 from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.live.live_view import (
@@ -344,7 +344,7 @@ class RunWatch:
         steps = [known.step, fate.clock.step if fate.clock else None, told.step if told else None]
         step = max((step for step in steps if step is not None), default=None)
         if part in {LEFT, SILENT}:
-            return replace(known, state="closed", why="", step=step)
+            return replace(known, state="closed", why=closed_within(fate), step=step)
         how = how_of(fate)
         why = "no last word" if how in {"", UNKNOWN} else how
         return replace(known, state="dead", why=why, step=step)
