@@ -55,7 +55,8 @@ def last_words(written: Iterable[Anomaly]) -> list[Anomaly]:
     """Return what holds of what a daemon has written down, in its order.
 
     A first cause that is told again as none has turned out to follow from an earlier one, of which
-    the head heard late: the second word holds. So it does of an end that was taken back.
+    the head heard late: the second word holds. So it does of an end that was taken back. What was
+    told of one hang in several messages is over once: in the last of them.
     """
     every = _without_taken_back(written)
     again = {code_of(replace(a, first_cause=True)) for a in every if not a.first_cause}
@@ -98,9 +99,18 @@ def _without_taken_back(written: Iterable[Anomaly]) -> list[Anomaly]:
     kept: list[Anomaly] = []
     for anomaly in written:
         if anomaly.detector == RANK_LOST:  # few
-            kept = [known for known in kept if not takes_back(anomaly, known)]
+            kept = [
+                known
+                for known in kept
+                if not (takes_back(anomaly, known) or _is_over_again(anomaly, known))
+            ]
         kept.append(anomaly)
     return kept
+
+
+def _is_over_again(anomaly: Anomaly, known: Anomaly) -> bool:
+    """Whether both say of the same hang that it is over: it was told again with more words."""
+    return WENT_ON in anomaly.values and WENT_ON in known.values and retells(anomaly, known)
 
 
 def _event(a: Anomaly) -> tuple[object, ...]:

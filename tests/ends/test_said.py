@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpprobe.ends.anomalies import anomalies_of, code_of, first_cause_of, last_words
+from ddpprobe.ends.anomalies import (
+    anomalies_of,
+    code_of,
+    first_cause_of,
+    last_words,
+    taken_back,
+)
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import judge
 from ddpprobe.records.events import FirstCauseEvent
@@ -77,10 +83,10 @@ def test_a_first_cause_that_is_told_again_as_none_is_taken_back() -> None:
     case = cases()["one by itself"]
     (found,) = anomalies_of(judge(case), case, 1)
     assert found.first_cause
-    taken_back = replace(found, first_cause=False)
+    demoted = replace(found, first_cause=False)
     other = replace(found, step=99, values={"nan": float("nan")})
     assert last_words([found, other]) == [found, other]
-    assert last_words([found, other, taken_back]) == [other, taken_back]
+    assert last_words([found, other, demoted]) == [other, demoted]
     assert code_of(replace(found, values={"n": 3})) == code_of(replace(found, values={"n": 3.0}))
     assert code_of(other) == code_of(replace(other))
     placed = replace(found, module="a", kind="param", micro=2, wall_time_ns=7)
@@ -88,6 +94,19 @@ def test_a_first_cause_that_is_told_again_as_none_is_taken_back() -> None:
         detector="rank_lost", step=12, micro=2, rank=0, module="a", kind="param",
         phase=placed.phase, time_ns=7,
     )  # fmt: skip
+
+
+def test_of_a_hang_that_was_told_with_more_words_it_is_said_once_that_it_is_over() -> None:
+    """The daemon takes back each page that it has written, so that readers forget all of them."""
+    case = Case((fate(0, clock=at(13)), fate(1, suspended=True, stalled=True)), live=True)
+    (short,) = anomalies_of(judge(case), case, 0)
+    assert short.level == "page"
+    longer = replace(short, message=f"{short.message}; rank 0 stood at train.py:31 in step")
+    over = [taken_back(short), taken_back(longer)]
+    assert last_words([short, longer, *over]) == over[1:]
+    assert last_words([short, over[0], longer, over[1]]) == over[1:]
+    later = replace(longer, step=short.step + 1)
+    assert last_words([short, over[0], later, taken_back(later)]) == [over[0], taken_back(later)]
 
 
 if __name__ == "__main__":
