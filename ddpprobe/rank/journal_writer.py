@@ -69,9 +69,9 @@ class EndedStep:
     """A finished step whose rows may still be on their way to the host.
 
     `facts` are the scalars known on the host; `watched` what the every-step watch saw in it;
-    `silent` the FQNs of chosen modules that were never called; `state` the looks at what the step
-    left behind. A step that is not `sampled` has scalars at most: the optimizer skipped it, and
-    this is worth a record.
+    `silent` the FQNs of chosen modules that were never called, None where it ended within a forward
+    and they may have been about to be; `state` the looks at what the step left behind. A step that
+    is not `sampled` has scalars at most: the optimizer skipped it, and this is worth a record.
     """
 
     pending: PendingRows
@@ -82,7 +82,7 @@ class EndedStep:
     wall_time_ns: int
     facts: dict[str, float]
     watched: FirstBad | None
-    silent: tuple[str, ...] = ()
+    silent: tuple[str, ...] | None = ()
     state: Looks | None = None
 
     def ready(self) -> bool:
@@ -282,6 +282,8 @@ class FrameWriter:
 
     def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
         """Count sites that should deliver and those that did; say so when it has changed."""
+        if ended.silent is None:
+            return {}
         rows = self._rows_by_kind(result.sites)
         lasting = np.concatenate([rows[kind] for kind in KINDS if kind not in IN_TURN])
         expected = len(lasting) + len(ended.silent)

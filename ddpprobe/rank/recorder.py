@@ -452,7 +452,7 @@ class Recorder:
             facts[CHECKED] = float(looks.after.count)
         ended = self._ended(
             skipped=skipped, partial=partial, sampled=True, facts=facts,
-            silent=observers.eager.silent(), state=looks,
+            silent=None if self._clock.in_forward else observers.eager.silent(), state=looks,
         )  # fmt: skip
         if partial:
             self._push(ended)
@@ -461,7 +461,7 @@ class Recorder:
 
     def _ended(
         self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
-        silent: tuple[str, ...] = (), state: Looks | None = None,
+        silent: tuple[str, ...] | None = (), state: Looks | None = None,
     ) -> Callable[[PendingRows], EndedStep]:  # fmt: skip
         """Return the step that is over, but for its rows."""
         return functools.partial(

@@ -224,6 +224,11 @@ class StepClock:
             probe_seconds=self._stopwatch.seconds + self._stopwatch.beside,
         )  # fmt: skip
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a training forward of the model has begun, and not come to its end."""
+        return self.phases.phase == FORWARD
+
     def place(self) -> dict[str, Any]:
         """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
         micro, state = max(self.micro + self._ahead, 0), STATES[_STATE[self.phases.phase]]

@@ -301,6 +301,35 @@ def test_a_step_cut_off_by_an_exception_is_kept_as_partial(tmp_path: Path, recor
     assert (last.first_bad.fqn, last.first_bad.kind) == ("1.weight", "param")
 
 
+@pytest.mark.parametrize(
+    ("whole", "fails_in", "known", "silent"),
+    [
+        (0, "forward", False, []),  # nobody knows what would have been called
+        (0, "backward", True, ["spare"]),
+        (2, "forward", True, ["spare"]),  # of the step before
+    ],
+)
+def test_what_a_forward_that_fails_has_not_called_yet_is_not_said_to_be_never_called(
+    whole: int, fails_in: str, known: bool, silent: list[str], tmp_path: Path
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 2), "spare": nn.Linear(4, 2)})
+    model.forward = lambda x: model["b"](model["a"](x))
+    optimizer = adam(model)
+    with (
+        pytest.raises(RuntimeError),
+        ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"),
+    ):
+        for step in range(3):
+            x = X[:, :3] if step == whole and fails_in == "forward" else X
+            loss = model(x).sum()
+            if step == whole:
+                raise RuntimeError
+            loss.backward()
+            optimizer.step()
+    (rank,) = ddpprobe.open(tmp_path / "r").info()["attempts"][0]["ranks"]
+    assert (rank["sites_observed"] is not None, rank["silent"]) == (known, silent)
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_backward_behind_a_later_forward_belongs_to_its_own_micro_batch(
     bad: int, tmp_path: Path, records_of
