@@ -136,12 +136,15 @@ class RecordFiles:
         self.disk_thread.do(partial(self._settle, journal))
         self.disk_thread.close()
         if journal.waiting and self.memory is not None:
+            gone = sum(journal.dropped.values())
+            lost = f"; {gone} more found no room there, and are lost" if gone else ""
             logger.warning(
-                "ddpprobe: rank %d: the disk does not take %d bytes of %s now (%s). They are in "
-                "the memory of %s; when the disk can be written, the node's daemon brings them "
-                "there: ddpprobe daemon --dir %s --node %s",
-                spot.rank, journal.waiting, journal.place, journal.carrier.refused or spool.SLOW,
-                socket.gethostname(), spot.run.path, spot.node,
+                "ddpprobe: rank %d: the disk does not take %d bytes of records for %s now (%s). "
+                "They are in the memory of %s%s. The node's daemon brings them to the disk once "
+                "that takes them; only if none is at work there: ddpprobe daemon --dir %s --node "
+                "%s",
+                spot.rank, journal.waiting, journal.place, _why(journal), socket.gethostname(),
+                lost, spot.run.path, spot.node,
             )  # fmt: skip
 
     def give_up(self) -> None:
@@ -184,7 +187,7 @@ class RecordFiles:
             logger.warning(
                 "ddpprobe: rank %d: the disk refuses %s (%s): records wait in memory, up to %d "
                 "KiB of them, and are lost beyond that; training goes on",
-                self._spot.rank, journal.place, journal.carrier.refused, journal.room >> 10,
+                self._spot.rank, journal.place, _why(journal), journal.room >> 10,
             )  # fmt: skip
         self._refused = not taken
 
@@ -196,3 +199,9 @@ class RecordFiles:
             self._carry_beat(said)
             if self.memory is not None and not spot.run.path.is_dir():
                 self._forsake(self.memory)
+
+
+def _why(journal: SpooledJournal) -> str:
+    """Say why the disk does not take a journal; a limit of this process is no fault of the disk."""
+    why = journal.carrier.refused or spool.SLOW
+    return f"{why}: a limit of this process, see ulimit -f" if why == "EFBIG" else why

@@ -260,9 +260,16 @@ def completeness(
     return Completeness(tuple(shares), world, live, host, url, undecided)
 
 
-def steps_taken(merged_reader: MergedReader, attempt: int) -> int:
-    """Return how many sampled steps the ranks of an attempt say that they took."""
-    return max((word.sampled for word in _last_words(merged_reader, attempt).values()), default=0)
+def steps_taken(merged_reader: MergedReader, attempt: int, known: int) -> dict[int, int]:
+    """Return how many sampled steps each rank of an attempt took, as `RankShare.sampled`.
+
+    Args:
+        merged_reader: the run.
+        attempt: its number.
+        known: sampled steps that any rank took; who did not say its last word may have taken them.
+    """
+    words = _last_words(merged_reader, attempt)
+    return {rank: word.taken(known) for rank, word in words.items()}
 
 
 def took_none(merged_reader: MergedReader, attempt: int) -> bool:
@@ -285,6 +292,10 @@ class _Word:
     began: int | None = None
     blind: bool = False
     blown: str = ""
+
+    def taken(self, known: int) -> int:
+        """Return how many it took, of `known` ones of all ranks: its own count, if it closed."""
+        return self.sampled if self.exact else max(self.sampled, known)
 
     def take_place(self, step: int | None, steps: int | None, state: str | None) -> None:
         """Take where it is: the steps that it has after it, counted back, begin at its first."""
@@ -315,8 +326,7 @@ def _shares(merged_reader: MergedReader, ending: Ending) -> list[RankShare]:
     found = []
     for rank, steps in sorted(held.items()):
         word, count, end = words[rank], len(steps), ends.get(rank, UNKNOWN)
-        # Its own count is exact once it has closed; until then other ranks may know of more steps.
-        sampled_steps = word.sampled if word.exact else max(word.sampled, everything)
+        sampled_steps = word.taken(everything)
         found.append(
             RankShare(
                 attempt, rank, count, max(sampled_steps, count),

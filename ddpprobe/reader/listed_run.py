@@ -5,7 +5,7 @@ Records are not judged again here, which takes as long as a run has steps: `Run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class ListedRun:
         anomaly: the first in order of cause of the worst level; None: none is known. It is called
             a first cause only where the daemon saw all that is held.
         pages, warnings, infos: how many there are.
-        judged, sampled: sampled steps that the daemon judged, and that were taken, as far as known.
+        judged, sampled: sampled steps of all ranks that the daemon judged, and that were taken, as
+            far as known.
         whole: all of it was judged, of a run under way so far.
         empty: it is over and took no sampled step, so there is nothing to judge.
         damage: what could not be read; "" if nothing was met with.
@@ -166,7 +167,11 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
     found = judgements + rank_losses(ending, judgements)
     # A step that never came to its end is none that was judged, as `completeness` counts them.
     steps, judged_steps = reader.told_steps(attempt, whole=True)
-    judged, taken = int(judged_steps.sum()), steps_taken(reader, attempt)
+    judged = int(judged_steps.sum())
+    by_rank = steps_taken(reader, attempt, judged)
+    taken = max(by_rank.values(), default=0)
+    if ending.end.state != RUNNING:  # else a rank may come late
+        judged -= len(_lacking(reader, attempt, {*steps[judged_steps].tolist()}, by_rank))
     told_all = _is_told(reader, attempt, all_sampled=judged >= taken) and not reader.lost
     clocks = [fate.clock.step for fate in ending.case.fates if fate.clock and fate.clock.begun]
     return replace(
@@ -185,6 +190,20 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
         empty=ending.end.state != RUNNING and not judged and took_none(reader, attempt),
         damage=str(reader.lost[0]) if reader.lost else identity.lost,
     )
+
+
+def _lacking(
+    reader: MergedReader, attempt: int, judged: set[int], taken: Mapping[int, int]
+) -> set[int]:
+    """Return the judged steps that lack a rank which took more of them than were heard of.
+
+    One that has fewer batches than the others lacks nothing.
+    """
+    lacking: set[int] = set()
+    for rank, steps in reader.lacking_steps(attempt).items():
+        if len(judged - steps) < taken.get(rank, 0):
+            lacking |= judged & steps
+    return lacking
 
 
 def _is_told(reader: MergedReader, attempt: int, *, all_sampled: bool) -> bool:

@@ -244,6 +244,45 @@ def killed(path: Path, script: str) -> tuple[RunDir, Path]:
     return run, place
 
 
+LIMITED = """
+import resource, sys
+import torch
+from torch import nn
+import ddpprobe
+from ddpprobe.rank import record_files
+record_files.RecordFiles._wake = lambda self: None  # nobody tells the disk thread of frames
+record_files.RecordFiles.start = lambda self, *chores: None
+model = nn.Linear(4, 1)
+probe = ddpprobe.install(model, run_dir=sys.argv[1], every=1, daemon="none")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(60):
+    if step == 20:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
+    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+probe.close()
+"""
+
+
+def test_where_a_process_may_write_no_larger_file_it_says_what_waits_and_what_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Its limit holds for files in memory, too, and not for the daemon that brings them."""
+    run = RunDir(tmp_path / "run")
+    done = forked_script.run(tmp_path, LIMITED, run.path)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "does not take" in line]
+    assert "(EFBIG: a limit of this process, see ulimit -f). They are in the memory of" in said
+    assert "more found no room there, and are lost. The node's daemon brings them to the" in said
+    assert "only if none is at work there: ddpprobe daemon --dir" in said
+    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
+    assert place is not None
+    command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(run.path), "--wait", "0"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert not place.exists()
+    (rank,) = ddpprobe.open(run.path).completeness().shares
+    assert 3 < rank.held < rank.sampled == 60
+
+
 @pytest.mark.parametrize("who", ["a daemon", "the next attempt"])
 def test_what_a_killed_rank_had_in_memory_is_brought_in(tmp_path: Path, who: str) -> None:
     """Its disk thread had carried nothing but the head of its journal."""

@@ -133,6 +133,36 @@ def test_a_step_that_never_came_to_its_end_is_none_that_was_judged(tmp_path: Pat
     assert (line.judged, line.sampled, line.step) == (held.held, held.sampled, 3) == (3, 3, 3)
 
 
+@pytest.mark.parametrize(
+    ("taken", "beats", "judged", "said"),
+    [
+        (6, True, 4, "nothing found; judged: 4 of 6 sampled steps"),  # its journal took no more
+        (4, True, 6, "no anomalies in 6 sampled steps"),  # it has fewer batches
+        (None, False, 4, "nothing found; judged: 4 of 6 sampled steps"),  # nobody knows
+    ],
+)
+def test_what_was_judged_without_a_rank_that_was_there_is_not_counted_as_judged(
+    taken: int | None, beats: bool, judged: int, said: str, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run")
+    for step in range(6):
+        parts = [record(rank, step) for rank in range(1 if step >= 4 else 2)]
+        made.write(parts)
+        missing = (1,) if step >= 4 else ()
+        made.tell(framing.RECORD, replace(head_merge(parts), missing=missing))
+    for rank, sampled in ((0, 6), (1, taken)):
+        if sampled is not None:
+            closed = {"event": "closed", "status": "ok", "sampled": sampled}
+            made.writer(rank).append_json(framing.LIFE, closed)
+        if beats:
+            beat(made, rank, sampled or 0, "closed")
+    made.tell(framing.LIFE, {"event": "finished"})
+    held, line = open_run(made.path).completeness(), listed(made.close(cleanly=False).path)
+    assert (line.judged, line.sampled, line.verdict) == (judged, 6, said)
+    assert held.held == 4
+    assert held.complete is line.whole
+
+
 def test_a_run_that_ended_before_its_first_step_is_told_in_the_same_words_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
