@@ -79,6 +79,8 @@ class DaemonKeeper:
         node: the node's name.
         restart: starts the daemon.
         told: it is known already that the daemon cannot be started.
+        found: there was one already, which nobody has started for this attempt. It may be about to
+            end, as the attempt before is over.
         clock: monotonic seconds.
     """
 
@@ -89,13 +91,14 @@ class DaemonKeeper:
         restart: Callable[[], None],
         *,
         told: bool = False,
+        found: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._node, self._restart, self._clock = run, node, restart, clock
         self._told = {"start"} if told else set[str]()
         self._quick = 0  # deaths soon after a start, in a row; refused starts are some
         self._ran = not told  # the last start was none that was refused: it left last words
-        self._started = clock()
+        self._started = clock() - (STEADY_SECONDS if found else 0)
         self._next = self._started + CHECK_SECONDS
         self._over = False
 

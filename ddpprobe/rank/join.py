@@ -37,8 +37,8 @@ logger = logging.getLogger("ddpprobe")
 class Joined:
     """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives.
 
-    `refused` says why this node's daemon could not be started; `unlike` is of the first sampled
-    step: scalars of what ranks differ in.
+    `refused` says why this node's daemon could not be started, `found` whether one was there, which
+    may be about to end; `unlike` is of the first sampled step: scalars of what ranks differ in.
     """
 
     run: RunDir
@@ -53,6 +53,7 @@ class Joined:
     peer_watcher: PeerWatcher
     peers: Mapping[int, Process]
     refused: str = ""
+    found: bool = False
     unlike: Mapping[str, float] = field(default_factory=dict)
     _keeper: DaemonKeeper | None = None
 
@@ -106,7 +107,9 @@ class Joined:
             return
         if self._keeper is None:
             told = bool(self.refused)
-            self._keeper = DaemonKeeper(self.run, self.node, self.restart, told=told)
+            self._keeper = DaemonKeeper(
+                self.run, self.node, self.restart, told=told, found=self.found
+            )
         self._keeper.look(last=last)
 
 
@@ -285,7 +288,8 @@ def _open(
 
     refused = plan["refused"]
     starter = start if leads and options.starts_daemon and not refused else None
-    if starter is not None and not launch.daemon_alive(run, node):
+    found = launch.daemon_alive(run, node)
+    if starter is not None and not found:
         try:
             starter()
         except launch.START_ERRORS as error:  # tried again while training goes on
@@ -295,7 +299,7 @@ def _open(
     peers = {int(r): Process(*said) for r, said in processes_here if int(r) != rank}
     return Joined(
         run, identity["run_id"], attempt, own, head.lock, starter, node, IntervalChannel(),
-        board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused,
+        board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused, found=found,
     )  # fmt: skip
 
 

@@ -26,11 +26,13 @@ from ..made_runs import NODE, Made
 class Bench:
     """A keeper, its clock, and how often it has started a daemon."""
 
-    def __init__(self, path: Path, *, told: bool = False) -> None:
+    def __init__(self, path: Path, *, told: bool = False, found: bool = False) -> None:
         self.run = RunDir(paths.make_dir(path))
         paths.make_dir(self.log.parent)
         self.now, self.starts = 0.0, list[float]()
-        self.keeper = DaemonKeeper(self.run, NODE, self.start, told=told, clock=lambda: self.now)
+        self.keeper = DaemonKeeper(
+            self.run, NODE, self.start, told=told, found=found, clock=lambda: self.now
+        )
 
     @property
     def log(self) -> Path:
@@ -54,6 +56,20 @@ def bench(tmp_path: Path) -> Bench:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_daemon_of_the_attempt_before_that_has_ended_is_followed_by_one_at_once(
+    tmp_path: Path, last: bool
+) -> None:
+    bench = Bench(tmp_path / "run", found=True)
+    lock = DirectoryLock(bench.run.daemon_file(NODE, "lock"))
+    assert lock.acquire()
+    bench.wait(1)
+    lock.release()
+    bench.now += 0 if last else CHECK_SECONDS
+    bench.keeper.look(last=last)
+    assert len(bench.starts) == 1
 
 
 def test_a_daemon_that_crashes_at_its_start_is_started_ever_more_seldom(
