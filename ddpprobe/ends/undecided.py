@@ -25,17 +25,18 @@ def after_closing(parts: RankEnds) -> End | None:
     What ended a process with a code after that need not be the training: it may be an evaluation,
     or another training. Who lives on for long is not seen to end at all.
     """
-    fates = parts.seen
-    if not all(f.closed and not (f.at_exit or f.raised or f.error or f.handles) for f in fates):
-        return None
-    if len({f.clock.key for f in fates if f.clock and f.clock.phase == "data"}) != 1:
+    fates, chose = parts.seen, parts.all(CHOSE)
+    over = all(f.closed and not (f.at_exit or f.raised or f.error or f.handles) for f in fates)
+    places = {(f.clock.key, f.clock.phase) if f.clock else None for f in fates}
+    place = places.pop() if len(places) == 1 else None
+    if not over or place is None or place[1] != "data" or not chose or parts.has(CAUSE, ABORTED):
         return None
     text = (
-        f"every rank had closed{common_place(fates)}, and then {ranks_of(parts.all(CHOSE))} ended "
-        f"with exit code {parts.all(CHOSE)[0].how[5:]}: by what the script did after its training, "
-        "or because that had failed"
+        f"every rank had closed{common_place(fates)}, and then {ranks_of(chose)} ended with exit "
+        f"code {chose[0].how[5:]}: by what the script did after its training, or because that had "
+        "failed"
     )
-    return End(UNDECIDED, (), parts.all(CHOSE)[0].how, last_step_of(fates), None, text)
+    return End(UNDECIDED, (), chose[0].how, last_step_of(fates), None, text)
 
 
 def watched(parts: RankEnds, pool: list[Fate]) -> End | None:

@@ -282,6 +282,12 @@ VERDICTS = {
     "processes that had closed after their training, and failed at something later": (
         [fate(0, "exit:1", at(40, "data"), closed=True),
          fate(1, "SIGTERM", at(40, "data"), closed=True)], "unknown", [], "exit:1"),
+    "the same, and one of them had closed in the middle of a step": (
+        [fate(0, "exit:1", at(40, "data"), closed=True), fate(1, "SIGTERM", closed=True)],
+        "unknown", [0, 1], "exit:1"),
+    "one that had closed, and was killed as the others had": (
+        [fate(0, "SIGSEGV", at(40, "data"), closed=True, dead=True),
+         fate(1, "exit:0", at(40, "data"), closed=True)], "crashed", [0], "SIGSEGV"),
     "the same while another one still trained": (
         [fate(0, "exit:1", at(40, "data"), closed=True), raised(1, GONE, clock=at(41))],
         "crashed", [0], "exit:1"),
