@@ -131,9 +131,10 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
         named = {*end.ranks}
         others = [f for f in failed(case) if f.rank not in named and (f.how or f.raised)]
         order = DeathOrder(fates[rank] for rank in end.ranks if rank in fates)
-        found += [_taken_along(f, describe(f), end, order, attempt) for f in others]
+        found += [_beside(f, describe(f) + _order_words(f, end, order), attempt) for f in others]
         quiet = [f for f in case.fates if f.rank not in named and _left_midway(f, case)]
-        found += [_taken_along(f, _left(f), end, order, attempt) for f in quiet if f not in others]
+        quiet = [f for f in quiet if f not in others]
+        found += [_beside(f, _left(f, _order_words(f, end, order)), attempt) for f in quiet]
     return found
 
 
@@ -143,9 +144,10 @@ def _left_midway(fate: Fate, case: Case) -> bool:
     return over and fate.at_exit and fate.error is None and bool(closed_within(fate))
 
 
-def _left(fate: Fate) -> str:
+def _left(fate: Fate, when: str) -> str:
+    where = f"{closed_within(fate)}{when}{',' * bool(when)}"
     why = "an exception that the script caught, or its own choice"
-    return f"rank {fate.rank} left {closed_within(fate)} and did not say why: {why}"
+    return f"rank {fate.rank} left {where} and did not say why: {why}"
 
 
 def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anomaly:
@@ -156,8 +158,8 @@ def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anoma
     )  # fmt: skip
 
 
-def _taken_along(fate: Fate, said: str, end: End, order: DeathOrder, attempt: int) -> Anomaly:
-    text = said + _order_words(fate, end, order)
+def _beside(fate: Fate, text: str, attempt: int) -> Anomaly:
+    """Return what is told of a rank that is not the cause."""
     step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
     return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
 
