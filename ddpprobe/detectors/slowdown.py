@@ -17,18 +17,21 @@ from ddpprobe.detectors.step_seconds import (
     RankSeconds,
     gap_of,
     queued_by_rank,
+    queued_of_others,
     seconds_by_rank,
+    trains_nothing,
 )
 from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
 _SPANS = 6  # that are remembered before the newest one
 _OUTER = 0.1  # of the looks on either side, which may be anywhere
 _DEVICES = "clocks, temperature and neighbours of devices and hosts"
+_SHARED = "the network between nodes, and at what else runs on them"
 _PARTS = {  # of a step: how it is called, the phase, and what to look at
     "data": ("reading data", "forward", "the loader, what it reads from, the memory of the hosts"),
     "forward": ("the forward", "forward", _DEVICES),
     "backward": ("the backward", "backward", _DEVICES),
-    "reduction": ("the reduction of gradients", "backward", "the network between the ranks"),
+    "reduction": ("the reduction of gradients", "backward", _SHARED),
     "optimizer": ("the optimizer", "step", _DEVICES),
 }
 
@@ -36,13 +39,17 @@ _PARTS = {  # of a step: how it is called, the phase, and what to look at
 class StepLook(NamedTuple):
     """A sampled step, by its number: seconds of the median rank, and what set ranks apart.
 
-    `reduced` is what the rank that waited least had to wait for its reduction; `behind`, by how
-    much one rank was later than the others; `work`, how many elements modules returned.
+    `reduced` is what the rank that waited least had to wait for its reduction; `unwaited`, the same
+    with a core and without what it may have waited for a rank that had none; `queued`, what the
+    rank that had no core for longest was queued for in the step, as far as that is told; `behind`,
+    by how much one rank was later than the others; `work`, how many elements modules returned.
     """
 
     step: int
     parts: RankSeconds
     reduced: float
+    unwaited: float
+    queued: float
     behind: float
     work: float
 
@@ -59,8 +66,10 @@ class Slowdown(SampledDetector):
     single rank, which `straggler` names. The wait for the reduction is judged sooner: who waits
     least waits for nobody, so what lies behind that is the network, or who shares it. So is the
     forward, the backward or the optimizer where it alone takes each rank several times what it
-    took at its shortest, without what the rank was queued for, ready and with no core: clocks and
-    neighbours slow all of them alike, hooks that pile up do not. What is meant is announced
+    took at its shortest: clocks and neighbours slow all of them alike, hooks that pile up do not.
+    In both what the rank was queued for, ready and with no core, does not count, nor as much as any
+    other rank was, whom it may have waited for. Of a model that trains nothing only the forward is
+    judged: all else is another model's step. What is meant is announced
     (`probe.note`); that other parameters are trained is known. Once told, it is the past that later
     steps are compared with.
 
@@ -115,12 +124,16 @@ class Slowdown(SampledDetector):
             self._reset()
         self._trains = trains
         work = float(np.nansum(self._outputs.read(record, "numel")))
-        look = _look_of(record, told, work)
         queued = queued_by_rank(record)
+        look = _look_of(record, told, queued, work)
         grown = self._phases.take(phase_look(record.step, told, queued, work)) if queued else None
-        self._minutes.add(look, record.wall_time_ns / 1e9)
-        self._steps.add(look, record.step)
-        found = self._in_reduction() or self._in_all()
+        if trains_nothing(record):
+            grown = grown if grown and grown.phase == "forward" else None
+            found = None
+        else:
+            self._minutes.add(look, record.wall_time_ns / 1e9)
+            self._steps.add(look, record.step)
+            found = self._in_reduction() or self._in_all()
         if found is not None:
             said = _anomaly(record, *found)
         elif grown is not None:
@@ -143,7 +156,7 @@ class Slowdown(SampledDetector):
         if usual <= 0 or step < slower * usual:
             return None
         # Of five looks, one may be anywhere.
-        least = np.quantile([look.reduced for look in now], 2 * _OUTER)
+        least = np.quantile([look.unwaited for look in now], 2 * _OUTER)
         most = np.quantile([look.reduced for look in before], 1 - _OUTER)
         return split if least >= max(seconds, share * step, times * most) else None
 
@@ -200,11 +213,22 @@ class _Past:
         return (looks[:-new], looks[-new:]) if len(looks) - new >= self._least else None
 
 
-def _look_of(record: StepRecord, told: Mapping[int, RankSeconds], work: float) -> StepLook:
+def _look_of(
+    record: StepRecord, told: Mapping[int, RankSeconds],
+    queued: Mapping[int, RankSeconds] | None, work: float,
+) -> StepLook:  # fmt: skip
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
+    unwaited = reduced
+    if queued is not None and reduced > 0:
+        unwaited = min(
+            seconds.reduction - queued[rank].reduction - queued_of_others(queued, rank)
+            for rank, seconds in told.items()
+        )
     gap = gap_of(record, told)
     behind = 0.0 if gap is None else gap.behind
-    return StepLook(record.step, _medians(told.values()), reduced, behind, work)
+    starved = max((of.step for of in queued.values()), default=0.0) if queued else 0.0
+    usual = _medians(told.values())
+    return StepLook(record.step, usual, reduced, unwaited, starved, behind, work)
 
 
 def _medians(of: Iterable[RankSeconds]) -> RankSeconds:
@@ -220,6 +244,9 @@ def _anomaly(record: StepRecord, before: list[StepLook], now: list[StepLook]) ->
     what, phase, look_at = _PARTS[longest]
     longer = (look.step for look in now if look.parts.step > (step_before + step) / 2)
     since = next(longer, now[0].step)
+    queued_before, queued = (median(look.queued for look in looks) for looks in (before, now))
+    if queued - queued_before > (step - step_before) / 2:
+        look_at = f"what else runs on the hosts: for {queued:.3g} s of a step a rank had no core"
     who = "all ranks" if len(record.ranks) > 1 else "the rank"
     message = (
         f"a step takes {who} {step:.3g} s, {step / step_before:.3g} x what it took "

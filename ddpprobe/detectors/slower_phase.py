@@ -10,7 +10,7 @@ import numpy as np
 
 from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.spaced_looks import SpacedLooks
-from ddpprobe.detectors.step_seconds import RankSeconds
+from ddpprobe.detectors.step_seconds import RankSeconds, queued_of_others
 
 PHASES = ("forward", "backward", "optimizer")
 BLOCKS = 2  # of looks that must have been, so that one of them is usual
@@ -25,11 +25,13 @@ _NOTHING = 1e-4  # seconds; what is shorter is not divided by
 class PhaseLook(NamedTuple):
     """A sampled step: seconds of each of `PHASES` with a core, on the rank that needed least.
 
+    `unwaited` are the same without what it may have waited there for a rank that had no core,
     `whole` is the time of the step, and `work` how many elements modules returned.
     """
 
     step: int
     phases: tuple[float, ...]
+    unwaited: tuple[float, ...]
     whole: float
     work: float
 
@@ -56,12 +58,20 @@ def phase_look(
     step: int, told: Mapping[int, RankSeconds], queued: Mapping[int, RankSeconds], work: float
 ) -> PhaseLook:
     """Return the look at a step, from what ranks took and what of it they were queued for."""
-    phases = (
-        min(getattr(told[rank], name) - getattr(queued[rank], name) for rank in told)
-        for name in PHASES
-    )
+    with_a_core = {
+        rank: [getattr(told[rank], name) - getattr(queued[rank], name) for name in PHASES]
+        for rank in told
+    }
+    waits = {rank: queued_of_others(queued, rank) for rank in told}
+    phases = np.array(list(with_a_core.values()))
+    unwaited = phases - np.array(list(waits.values()))[:, None]
     whole = median(seconds.step for seconds in told.values())
-    return PhaseLook(step, tuple(max(0.0, phase) for phase in phases), whole, work)
+    return PhaseLook(step, _least(phases), _least(unwaited), whole, work)
+
+
+def _least(seconds: Floats) -> tuple[float, ...]:
+    """Return those of the rank with least, by phase, of [ranks, phases]."""
+    return tuple(np.maximum(seconds.min(axis=0), 0.0).tolist())
 
 
 @final
@@ -108,13 +118,14 @@ class SlowerPhase:
 
     def _grown(self, looks: list[PhaseLook]) -> Grown | None:
         times = _times(looks)
-        middle, low = np.median(times, axis=0), np.quantile(times, _OUTER, axis=0)
+        unwaited = np.array([one.unwaited for one in looks])
+        middle, low = np.median(times, axis=0), np.quantile(unwaited, _OUTER, axis=0)
         whole = median(one.whole for one in looks)
         work = median(one.work for one in looks)
         more_work = np.divide(work, self._work, out=np.ones(len(PHASES)), where=self._work > 0)
         growth = middle / np.maximum(self._middle, _NOTHING)
         found = low >= self._times * np.maximum(more_work, 1.0) * np.maximum(self._high, _NOTHING)
-        found &= (middle >= SHARE * whole) & (middle - self._middle >= LEAST_SECONDS)
+        found &= (middle >= SHARE * whole) & (low - self._middle >= LEAST_SECONDS)
         place = int(np.where(found, growth, 0.0).argmax())
         others = np.delete(growth, place).max()
         if not found[place] or growth[place] < ALONE * others or whole < STEP_TIMES * self._whole:

@@ -65,6 +65,14 @@ def queued_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     return _queued_of(record)
 
 
+def trains_nothing(record: StepRecord) -> bool:
+    """Whether no parameter of the model requires a gradient on any rank, as of a frozen teacher.
+
+    It has no backward and no reduction of its own: what is counted there is another model's step.
+    """
+    return all(record.scalars.get(rank, {}).get(TRAINABLE) == 0 for rank in record.ranks)
+
+
 def _by_rank(
     record: StepRecord, read: Callable[[Mapping[str, float]], RankSeconds | None]
 ) -> dict[int, RankSeconds] | None:
@@ -111,7 +119,9 @@ def gap_of(
         record: the step.
         told: what `seconds_by_rank` says of it.
         queued: what `queued_by_rank` says of it.
-        without_queued: compare what ranks had a core for; only if they tell it.
+        without_queued: compare what ranks had a core for; only if they tell it. Who came no later
+            than the others, with all that they were queued for, may have waited for them somewhere:
+            in a broadcast of buffers, in a collective of the script.
     """
     kinds: dict[float, list[int]] = {}
     for rank in told:
@@ -121,14 +131,23 @@ def gap_of(
     slowest = []
     for alike in kinds.values():
         for place in range(_PLACES) if len(alike) > 1 else ():
-            own = {rank: told[rank].own[place] for rank in alike}
+            own = whole = {rank: told[rank].own[place] for rank in alike}
             waits = None if queued is None else {rank: queued[rank].own[place] for rank in alike}
             if without_queued and waits is not None:
-                own = {rank: own[rank] - waits[rank] for rank in alike}
+                own = {rank: whole[rank] - waits[rank] for rank in alike}
                 waits = dict.fromkeys(alike, 0.0)
             behind, rank = _slowest(own, {rank: told[rank].step for rank in alike})
+            behind = max(0.0, min(behind, _behind(rank, whole)))
             slowest.append(Gap(rank, behind, step, None if waits is None else _behind(rank, waits)))
     return max(slowest, key=lambda gap: (gap.behind, gap.rank), default=None)
+
+
+def queued_of_others(queued: Mapping[int, RankSeconds], rank: int) -> float:
+    """Return what another rank was queued for in a step, at most; 0 where there is none.
+
+    For so long a rank may have waited for it, in whatever phase a collective stands.
+    """
+    return max((of.step for other, of in queued.items() if other != rank), default=0.0)
 
 
 def _slowest(own: dict[int, float], steps: dict[int, float]) -> tuple[float, int]:

@@ -9,7 +9,13 @@ from typing import NamedTuple
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.spaced_looks import SpacedLooks
-from ddpprobe.detectors.step_seconds import Gap, gap_of, queued_by_rank, seconds_by_rank
+from ddpprobe.detectors.step_seconds import (
+    Gap,
+    gap_of,
+    queued_by_rank,
+    seconds_by_rank,
+    trains_nothing,
+)
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -23,10 +29,11 @@ class Straggler(SampledDetector):
     checkpoint, a garbage collection is one long step; a straggler is slow in nearly all. On a
     machine with other work one rank may be starved for some steps: in a few of them its time counts
     without what it was queued for, ready and with no core, and a smaller share, or what it was
-    queued for, must last for minutes. Where ranks do not tell how long they were queued, a few
-    steps must show a large share. Where its steps are longer than theirs
+    queued for, must last for minutes. Who then comes no later than the others, with all that they
+    were queued for, holds up nobody: it may have waited for them. Where ranks do not tell how long
+    they were queued, a few steps must show a large share. Where its steps are longer than theirs
     nobody waits. Ranks are compared with those that train as many parameters: stages of a pipeline
-    wait for each other in their forward.
+    wait for each other in their forward. A model that trains nothing has no collectives.
 
     Args:
         share: of a step, by which the slowest rank must lie behind,
@@ -68,7 +75,7 @@ class Straggler(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        told = None if record.missing else seconds_by_rank(record)
+        told = None if record.missing or trains_nothing(record) else seconds_by_rank(record)
         if told is None:
             return []
         queued = queued_by_rank(record)

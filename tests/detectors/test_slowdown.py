@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ddpprobe.detectors.slowdown import Slowdown
-from ddpprobe.records.step import STEP_PHASES, TRAINABLE, Site, StepRecord
+from ddpprobe.records.step import QUEUED, STEP_PHASES, TRAINABLE, Site, StepRecord
 from tests.detectors.made_records import record, run
 
 OUTPUT = Site("head", "output")
@@ -72,10 +73,56 @@ def test_a_step_that_takes_longer_for_ten_minutes_is_told_with_where_the_time_go
 
 def test_a_reduction_that_all_ranks_wait_for_is_told_within_some_steps() -> None:
     (warn,) = run(Slowdown(), job(later(reduction=1.5)))
-    assert "in the reduction of gradients; look at the network" in warn.message
+    assert (
+        "in the reduction of gradients; look at the network between nodes, and at what else runs"
+        in warn.message
+    )
     assert 1500 + 20 <= warn.step <= 1500 + 50
     (warn,) = run(Slowdown(), job(later(reduction=1.5), every=1))
     assert 1500 + 30 <= warn.step <= 1500 + 40
+
+
+def test_a_reduction_that_waits_for_a_rank_with_no_core_is_no_network() -> None:
+    def queued(seconds: float, **parts: float) -> list[StepRecord]:
+        stream = job(later(reduction=1.5))
+        out = []
+        for one in stream:
+            late = one.step >= 1500
+            more = {
+                **dict.fromkeys(QUEUED.values(), 0.0),
+                **{QUEUED[part]: of * late for part, of in parts.items()},
+            }
+            starved = one.step // 10 % 3  # it is another one in each step
+            scalars = {
+                rank: {**told, **more, QUEUED["forward"]: seconds * late * (rank == starved)}
+                for rank, told in one.scalars.items()
+            }
+            out.append(replace(one, scalars=scalars))
+        return out
+
+    def others(stream: list[StepRecord]) -> int:
+        return len([warn for warn in run(Slowdown(), stream) if warn.step < 1600])
+
+    assert others(queued(0.0)) == others(queued(0.1)) == 1
+    assert others(queued(1.5)) == 0
+    assert others(queued(0.0, reduce=1.5, backward=1.5)) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_have_no_core_for_minutes_are_told_with_the_reason(ranks: int) -> None:
+    def queued(seconds: float) -> str:
+        out = []
+        for one in job(later(backward=0.8), ranks=ranks):
+            more = dict.fromkeys(QUEUED.values(), 0.0)
+            more[QUEUED["backward"]] = seconds * (one.step >= 1500)
+            scalars = {rank: {**told, **more} for rank, told in one.scalars.items()}
+            out.append(replace(one, scalars=scalars))
+        (warn,) = run(Slowdown(phase_times=9.0), out)
+        return warn.message
+
+    why = "in the backward; look at what else runs on the hosts: for 0.5 s of a step a rank had no"
+    assert why in queued(0.5)
+    assert "look at clocks" in queued(0.3)
 
 
 def test_a_network_that_is_slow_for_some_steps_or_by_a_little_is_left_alone() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpprobe.detectors.slowdown import Slowdown
-from ddpprobe.records.step import QUEUED, STEP_PHASES, Anomaly, Site, StepRecord
+from ddpprobe.records.step import QUEUED, STEP_PHASES, TRAINABLE, Anomaly, Site, StepRecord
 from tests.detectors.made_records import record, run
 
 OUTPUT = Site("head", "output")
@@ -26,6 +26,7 @@ def job(
     every: int = 1,
     queued: Callable[[int, int], float] | None = lambda *_: 0.0,
     numel: Callable[[int], int] = lambda _: 100,
+    trained: float = 4.0,
 ) -> list[StepRecord]:
     """Steps of two ranks, of which the phases, and what the forward was queued, are given."""
     out = []
@@ -34,7 +35,7 @@ def job(
         for rank in (0, 1):
             taken = dict(zip(STEP_PHASES, phases(step, rank), strict=True))
             scalars[rank] = {f"{name}_seconds": took for name, took in taken.items()}
-            scalars[rank]["reduce_seconds"] = 0.001
+            scalars[rank] |= {"reduce_seconds": 0.001, TRAINABLE: trained}
             if queued is not None:
                 scalars[rank] |= {QUEUED[part]: 0.0 for part in (*STEP_PHASES, "reduce")}
                 scalars[rank][QUEUED["forward"]] = queued(step, rank)
@@ -124,6 +125,31 @@ def test_what_a_rank_was_queued_for_is_not_its_own() -> None:
     assert told(longer, queued=lambda step, _: 0.1 if step >= AT else 0.0) == []
     assert told(longer, queued=lambda *_: math.nan) == []
     assert told(longer, queued=None) == []
+
+
+def test_what_a_rank_waits_for_one_that_had_no_core_does_not_pile_up() -> None:
+    def longer(step: int, _: int) -> Phases:
+        return (*USUAL[:2], USUAL[2] * (6 if step >= AT else 1), USUAL[3])
+
+    def in_turn(seconds: float) -> list[Anomaly]:
+        stream = job(longer)
+        for one in stream:
+            starved = one.scalars[one.step % 2]
+            starved[QUEUED["data"]] = seconds * (one.step >= AT)  # type: ignore[index]
+        return run(Slowdown(), stream)
+
+    assert len(in_turn(0.005)) == 1
+    assert in_turn(0.14) == []
+
+
+def test_of_a_model_that_trains_nothing_only_the_forward_is_its_own() -> None:
+    def student(step: int, _: int) -> Phases:
+        return (*USUAL[:2], USUAL[2] * (6 if step >= AT else 1), USUAL[3])
+
+    assert len(told(student)) == 1
+    assert told(student, trained=0.0) == []
+    (warn,) = told(lambda step, _: forward(6 if step >= AT else 1), trained=0.0)
+    assert warn.phase == "forward"
 
 
 def test_what_was_told_is_told_again_when_it_grows_as_much_again() -> None:

@@ -229,3 +229,32 @@ def test_a_rank_that_has_no_core_for_minutes_is_told_with_the_reason() -> None:
     assert "look at what else runs on its host: for 0.24 s of that it had no core" in warn.message
     (other,) = run(Straggler(), starved(1.0, 0.2, share=0.3, steps=700, wall=1.0))
     assert "look at its data loader, host and clocks" in other.message
+
+
+def waiting(queued: float, *, late: float = 0.0, trained: float = 4.0) -> list[StepRecord]:
+    """Rank 1 had no core while it read its data; rank 0 waits in its forward until it is there."""
+    out = []
+    for number in range(100):
+        named = ("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+        seconds = {0: (0.005, 0.01 + queued + late), 1: (0.005 + queued, 0.01)}
+        scalars = {
+            rank: {
+                **dict(zip(named, (*own, 0.05 + late * (rank == 1), 0.001), strict=True)),
+                **dict.fromkeys(QUEUED.values(), 0.0), TRAINABLE: trained,
+                QUEUED["data"]: queued * (rank == 1),
+            }
+            for rank, own in seconds.items()
+        }  # fmt: skip
+        out.append(record(number, scalars))
+    return out
+
+
+def test_a_rank_that_waits_in_its_forward_for_one_with_no_core_is_not_the_slow_one() -> None:
+    assert run(Straggler(), waiting(0.08)) == []
+    (warn,) = run(Straggler(), waiting(0.08, late=0.15))
+    assert (warn.rank, warn.values["behind"]) == (0, pytest.approx(0.15))
+
+
+def test_a_model_that_trains_nothing_has_no_collectives() -> None:
+    assert len(run(Straggler(), waiting(0.0, late=0.15))) == 1
+    assert run(Straggler(), waiting(0.0, late=0.15, trained=0.0)) == []
