@@ -14,6 +14,7 @@ from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss, mean_losses
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.settled_sizes import SettledSizes
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import common_module, named
@@ -80,9 +81,10 @@ class LevelShift(SoundStepsDetector):
     divided by the loss, the rms of each module's output, and the share that each parameter has of
     the gradient norm. All of the last values must lie beyond all of those before, and the step
     between them must be larger than any before it. Nothing is said where the learning rate, the
-    number of trained parameters, the share of modules in training mode or the size of the outputs
-    has changed meanwhile; of the loss, if that was lately, and no rate that falls as it always
-    does. Of several steps on one batch the first alone is looked at, but for the loss.
+    number of trained parameters, the share of modules in training mode, the size of all outputs
+    together, or that of one output that is the same for a while before and after has changed
+    meanwhile; of the loss, if that was lately, and no rate that falls as it always does. Of several
+    steps on one batch the first alone is looked at, but for the loss.
 
     Args:
         loss_ratio: how many times the loss of the block before.
@@ -132,6 +134,7 @@ class LevelShift(SoundStepsDetector):
         self._norms, self._meant = LevelWindow(length), LevelWindow(length)
         self._signed = LevelWindow(length, least_noise=0.0)
         self._rms, self._shares = LevelWindow(length), LevelWindow(length)
+        self._sizes = SettledSizes(length)
         self._held = HeldBatches()
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
@@ -142,8 +145,8 @@ class LevelShift(SoundStepsDetector):
         """Take the next record; at most one anomaly."""
         self._begun = record.step if self._begun is None else self._begun
         self._late = record.step - self._begun >= EARLY_STEPS
-        loss, shift = self._judged_loss(record)
-        numbers = {} if shift is None else {0: shift}
+        loss, of_loss = self._judged_loss(record)
+        numbers: dict[int, _Shift] = {}
         places: dict[str, list[_Shift]] = {}
         again = record.sampled and self._held.again(record)
         sound = record.sampled and self._is_sound(record) and not again
@@ -152,16 +155,19 @@ class LevelShift(SoundStepsDetector):
             norm = float(np.sqrt(np.nansum(np.square(norms))))
             by_loss = norm / loss if loss > 0 else math.nan
             self._norms.push(_logs([norm, by_loss]), record.step)
-            elements = float(np.nansum(self._outputs.read(record, "numel")))
+            elements = self._outputs.read(record, "numel")
+            self._sizes.push(elements, record.step)
             chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE, TRAINING)]
-            self._meant.push(_logs([*chosen, elements]), record.step)
+            self._meant.push(_logs([*chosen, float(np.nansum(elements))]), record.step)
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.certain >= self._by_loss_clear if shift.place else shift.size > 0:
                     numbers[1 + shift.place] = shift
             places = self._shifted_places(record, norms, norm)
-        if (numbers or places) and (self._meant.largest_move(QUICK) > MEANT).any():
-            places = {}
-            numbers = {0: numbers[0]} if 0 in numbers and not self._loss_is_meant() else {}
+        meant = bool(of_loss or numbers or places) and self._is_meant()
+        if meant:
+            places, numbers = {}, {}
+        if of_loss is not None and not self._loss_is_meant(also=meant):
+            numbers[0] = of_loss
         if not (numbers or places):
             return []
         return [self._verdict(record, numbers, places)] if self._telling.due(record.step) else []
@@ -198,9 +204,23 @@ class LevelShift(SoundStepsDetector):
                 )
         return None
 
-    def _loss_is_meant(self) -> bool:
-        """Whether a loss that has risen has risen by what the loop changed."""
-        lately = self._meant.values_since(self._losses.step_of(LATELY * self._recent))
+    def _is_meant(self) -> bool:
+        """Whether the loop has changed in the window what explains a shift."""
+        moved = (self._meant.largest_move(QUICK) > MEANT).any()
+        return bool(moved) or self._sizes.have_moved()
+
+    def _loss_is_meant(self, *, also: bool) -> bool:
+        """Whether a loss that has risen has risen by what the loop changed.
+
+        Args:
+            also: something explains what is seen on sampled steps alone.
+        """
+        since = self._losses.step_of(LATELY * self._recent)
+        if self._sizes.have_moved(since, least_now=1):  # one look may be all since then
+            return True
+        if not also:
+            return False
+        lately = self._meant.values_since(since)
         rise = np.fmax.reduce(lately - np.fmin.accumulate(lately), axis=0, initial=0.0)
         fall = np.fmax.reduce(np.fmax.accumulate(lately) - lately, axis=0, initial=0.0)
         # Of the learning rate, from look to look.

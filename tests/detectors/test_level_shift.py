@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.suite import chosen, default_suite
 from ddpprobe.records.every_loss import name_of
-from ddpprobe.records.step import NOTED, TRAINING, Anomaly, Site, StepRecord
+from ddpprobe.records.step import NOTED, NUMEL, TRAINING, Anomaly, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 A, B = (Site(name, "output") for name in ("a", "b"))
@@ -171,6 +172,34 @@ def test_one_module_among_many_must_be_clearer_than_a_number_of_the_run() -> Non
 def test_what_the_loop_changes_on_purpose_explains_a_shift(change: dict[str, object]) -> None:
     shift = behind(loss=2.0, a=3.0, grad=3.0, **change)
     assert run(LevelShift(), noisy(shift, spread=0.02)) == []
+
+
+def sized(size: Callable[[int], tuple[int, int]], loss: float = 1.0) -> list[Anomaly]:
+    """A gradient norm that is 4 times what it was, by the elements of two outputs at each step."""
+
+    def resized(one: StepRecord) -> StepRecord:
+        counts = one.counts.copy()
+        counts[:2, NUMEL] = size(one.step)
+        return replace(one, counts=counts)
+
+    stream = noisy(behind(grad=4.0, loss=loss), spread=0.02)
+    return run(LevelShift(), [resized(one) for one in stream])
+
+
+@pytest.mark.parametrize("loss", [1.0, 2.0])
+def test_fewer_samples_of_more_pixels_are_another_size(loss: float) -> None:
+    assert sized(lambda n: (9000, 480) if n < AT else (8900, 240), loss) == []
+    assert sized(lambda n: (9000, 480) if n < 60 else (8900, 240) if n < AT else (9000, 120)) == []
+    assert len(sized(lambda n: (9000, 480) if n < AT else (8900, 470), loss)) == 1
+
+
+@pytest.mark.parametrize("short", [20, 7])
+def test_sizes_that_do_not_stay_explain_nothing(short: int) -> None:
+    lengths = np.random.default_rng(1).integers(100, 900, 200).tolist()
+    assert len(sized(lambda n: (90000, lengths[n]))) == 1  # texts
+    assert (
+        len(sized(lambda n: (9000, 120 if n % short == short - 1 else 480))) == 1
+    )  # an epoch's end
 
 
 def test_a_learning_rate_that_moves_slowly_explains_nothing() -> None:
