@@ -68,7 +68,8 @@ class Slowdown(SampledDetector):
     forward, the backward or the optimizer where it alone takes each rank several times what it
     took at its shortest: clocks and neighbours slow all of them alike, hooks that pile up do not.
     In both what the rank was queued for, ready and with no core, does not count, nor as much as any
-    other rank was, whom it may have waited for. Of a model that trains nothing only the forward is
+    other rank was, whom it may have waited for, nor a step in which one was for as long as it takes
+    else. Of a model that trains nothing only the forward is
     judged: all else is another model's step. What is meant is announced
     (`probe.note`); that other parameters are trained is known. Once told, it is the past that later
     steps are compared with.
@@ -156,7 +157,9 @@ class Slowdown(SampledDetector):
         if usual <= 0 or step < slower * usual:
             return None
         # Of five looks, one may be anywhere.
-        least = np.quantile([look.unwaited for look in now], 2 * _OUTER)
+        # Where a rank had no core for as long, its collectives, of which nobody knows, had none.
+        unwaited = [look.unwaited if look.queued < usual else 0.0 for look in now]
+        least = np.quantile(unwaited, 2 * _OUTER)
         most = np.quantile([look.reduced for look in before], 1 - _OUTER)
         return split if least >= max(seconds, share * step, times * most) else None
 

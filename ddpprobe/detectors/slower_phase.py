@@ -25,13 +25,15 @@ _NOTHING = 1e-4  # seconds; what is shorter is not divided by
 class PhaseLook(NamedTuple):
     """A sampled step: seconds of each of `PHASES` with a core, on the rank that needed least.
 
-    `unwaited` are the same without what it may have waited there for a rank that had no core,
-    `whole` is the time of the step, and `work` how many elements modules returned.
+    `unwaited` are the same without what it may have waited there for a rank that had no core.
+    `queued` is what the rank that had none for longest was queued for in the step, 0 where there is
+    one alone; `whole` is the time of the step, and `work` how many elements modules returned.
     """
 
     step: int
     phases: tuple[float, ...]
     unwaited: tuple[float, ...]
+    queued: float
     whole: float
     work: float
 
@@ -66,7 +68,8 @@ def phase_look(
     phases = np.array(list(with_a_core.values()))
     unwaited = phases - np.array(list(waits.values()))[:, None]
     whole = median(seconds.step for seconds in told.values())
-    return PhaseLook(step, _least(phases), _least(unwaited), whole, work)
+    starved = max(waits.values())
+    return PhaseLook(step, _least(phases), _least(unwaited), starved, whole, work)
 
 
 def _least(seconds: Floats) -> tuple[float, ...]:
@@ -119,6 +122,8 @@ class SlowerPhase:
     def _grown(self, looks: list[PhaseLook]) -> Grown | None:
         times = _times(looks)
         unwaited = np.array([one.unwaited for one in looks])
+        # Then the threads of a collective, of which nobody knows, had no core either.
+        unwaited[[one.queued >= self._whole for one in looks]] = 0.0
         middle, low = np.median(times, axis=0), np.quantile(unwaited, _OUTER, axis=0)
         whole = median(one.whole for one in looks)
         work = median(one.work for one in looks)

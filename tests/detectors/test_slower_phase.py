@@ -140,6 +140,7 @@ def test_what_a_rank_waits_for_one_that_had_no_core_does_not_pile_up() -> None:
 
     assert len(in_turn(0.005)) == 1
     assert in_turn(0.14) == []
+    assert in_turn(0.08) == []  # a whole step: the threads of its collectives had no core either
 
 
 def test_of_a_model_that_trains_nothing_only_the_forward_is_its_own() -> None:
