@@ -68,11 +68,11 @@ class Slowdown(SampledDetector):
     forward, the backward or the optimizer where it alone takes each rank several times what it
     took at its shortest: clocks and neighbours slow all of them alike, hooks that pile up do not.
     In both what the rank was queued for, ready and with no core, does not count, nor as much as any
-    other rank was, whom it may have waited for, nor a step in which one was for as long as it takes
-    else. Of a model that trains nothing only the forward is
-    judged: all else is another model's step. What is meant is announced
-    (`probe.note`); that other parameters are trained is known. Once told, it is the past that later
-    steps are compared with.
+    other rank was, whom it may have waited for; nor does a phase count that is short again now and
+    then, nor a wait in a step in which a rank was queued for as long as a step takes else. Of a
+    model that trains nothing only the forward is judged: all else is another model's step. What is
+    meant is announced (`probe.note`); that other parameters are trained is known. Once told, it is
+    the past that later steps are compared with.
 
     Args:
         times: as long as before,
@@ -223,9 +223,10 @@ def _look_of(
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
     unwaited = reduced
     if queued is not None and reduced > 0:
+        waits = queued_of_others(np.array([queued[rank].step for rank in told]))
         unwaited = min(
-            seconds.reduction - queued[rank].reduction - queued_of_others(queued, rank)
-            for rank, seconds in told.items()
+            seconds.reduction - queued[rank].reduction - wait
+            for (rank, seconds), wait in zip(told.items(), waits.tolist(), strict=True)
         )
     gap = gap_of(record, told)
     behind = 0.0 if gap is None else gap.behind

@@ -25,15 +25,14 @@ _NOTHING = 1e-4  # seconds; what is shorter is not divided by
 class PhaseLook(NamedTuple):
     """A sampled step: seconds of each of `PHASES` with a core, on the rank that needed least.
 
-    `unwaited` are the same without what it may have waited there for a rank that had no core.
-    `queued` is what the rank that had none for longest was queued for in the step, 0 where there is
-    one alone; `whole` is the time of the step, and `work` how many elements modules returned.
+    `unwaited` are the same without what another rank was queued for in that phase: the rank that
+    needed least came last, so it waited there for nothing else. `whole` is the time of the step,
+    and `work` how many elements modules returned.
     """
 
     step: int
     phases: tuple[float, ...]
     unwaited: tuple[float, ...]
-    queued: float
     whole: float
     work: float
 
@@ -60,16 +59,11 @@ def phase_look(
     step: int, told: Mapping[int, RankSeconds], queued: Mapping[int, RankSeconds], work: float
 ) -> PhaseLook:
     """Return the look at a step, from what ranks took and what of it they were queued for."""
-    with_a_core = {
-        rank: [getattr(told[rank], name) - getattr(queued[rank], name) for name in PHASES]
-        for rank in told
-    }
-    waits = {rank: queued_of_others(queued, rank) for rank in told}
-    phases = np.array(list(with_a_core.values()))
-    unwaited = phases - np.array(list(waits.values()))[:, None]
+    taken = np.array([[getattr(told[rank], name) for name in PHASES] for rank in told])
+    waits = np.array([[getattr(queued[rank], name) for name in PHASES] for rank in told])
+    phases, unwaited = taken - waits, taken - waits - queued_of_others(waits)
     whole = median(seconds.step for seconds in told.values())
-    starved = max(waits.values())
-    return PhaseLook(step, _least(phases), _least(unwaited), starved, whole, work)
+    return PhaseLook(step, _least(phases), _least(unwaited), whole, work)
 
 
 def _least(seconds: Floats) -> tuple[float, ...]:
@@ -122,14 +116,16 @@ class SlowerPhase:
     def _grown(self, looks: list[PhaseLook]) -> Grown | None:
         times = _times(looks)
         unwaited = np.array([one.unwaited for one in looks])
-        # Then the threads of a collective, of which nobody knows, had no core either.
-        unwaited[[one.queued >= self._whole for one in looks]] = 0.0
         middle, low = np.median(times, axis=0), np.quantile(unwaited, _OUTER, axis=0)
         whole = median(one.whole for one in looks)
         work = median(one.work for one in looks)
         more_work = np.divide(work, self._work, out=np.ones(len(PHASES)), where=self._work > 0)
         growth = middle / np.maximum(self._middle, _NOTHING)
-        found = low >= self._times * np.maximum(more_work, 1.0) * np.maximum(self._high, _NOTHING)
+        long = self._times * np.maximum(more_work, 1.0) * np.maximum(self._high, _NOTHING)
+        # What has piled up is there in each step; a rank that waits for threads, of which nobody
+        # knows that they have no core, is through now and then.
+        found = (low >= long) & (np.diff(times >= long, axis=0).sum(axis=0) <= 1)
+        found &= times[-1] >= long
         found &= (middle >= SHARE * whole) & (low - self._middle >= LEAST_SECONDS)
         place = int(np.where(found, growth, 0.0).argmax())
         others = np.delete(growth, place).max()

@@ -14,6 +14,9 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
+from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import QUEUED, REDUCE_SECONDS, STEP_PHASES, TRAINABLE, StepRecord
 
@@ -142,12 +145,16 @@ def gap_of(
     return max(slowest, key=lambda gap: (gap.behind, gap.rank), default=None)
 
 
-def queued_of_others(queued: Mapping[int, RankSeconds], rank: int) -> float:
-    """Return what another rank was queued for in a step, at most; 0 where there is none.
+def queued_of_others(queued: Floats) -> Floats:
+    """Return what another rank was queued for, at most, of what each was [ranks, ...]; 0: nobody.
 
-    For so long a rank may have waited for it, in whatever phase a collective stands.
+    For so long a rank may have waited for that one.
     """
-    return max((of.step for other, of in queued.items() if other != rank), default=0.0)
+    if len(queued) == 1:
+        return np.zeros_like(queued)
+    second, longest = np.partition(queued, -2, axis=0)[-2:]
+    others: Floats = np.where(queued == longest, second, longest)
+    return others
 
 
 def _slowest(own: dict[int, float], steps: dict[int, float]) -> tuple[float, int]:

@@ -131,16 +131,19 @@ def test_what_a_rank_waits_for_one_that_had_no_core_does_not_pile_up() -> None:
     def longer(step: int, _: int) -> Phases:
         return (*USUAL[:2], USUAL[2] * (6 if step >= AT else 1), USUAL[3])
 
+    def now_and_then(step: int, _: int) -> Phases:
+        return longer(step, 0) if step % 9 else USUAL
+
     def in_turn(seconds: float) -> list[Anomaly]:
         stream = job(longer)
         for one in stream:
-            starved = one.scalars[one.step % 2]
-            starved[QUEUED["data"]] = seconds * (one.step >= AT)  # type: ignore[index]
+            for scalars in one.scalars.values():
+                scalars[QUEUED["backward"]] = seconds * (one.step >= AT)  # type: ignore[index]
         return run(Slowdown(), stream)
 
     assert len(in_turn(0.005)) == 1
-    assert in_turn(0.14) == []
-    assert in_turn(0.08) == []  # a whole step: the threads of its collectives had no core either
+    assert in_turn(0.08) == []  # as long again for the other one
+    assert told(now_and_then) == []  # threads that nobody counts had no core
 
 
 def test_of_a_model_that_trains_nothing_only_the_forward_is_its_own() -> None:
