@@ -223,7 +223,7 @@ def _look_of(
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
     unwaited = reduced
     if queued is not None and reduced > 0:
-        waits = queued_of_others(np.array([queued[rank].step for rank in told]))
+        waits = queued_of_others(np.array([queued[rank].reduction for rank in told]))
         unwaited = min(
             seconds.reduction - queued[rank].reduction - wait
             for (rank, seconds), wait in zip(told.items(), waits.tolist(), strict=True)
