@@ -25,6 +25,7 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
@@ -58,15 +59,15 @@ _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, 
 UNLIKE = 1.5
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = (
-    "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", "own mean",
-    *MESSAGES
+    "weight", "labelled", "one label", "right", "gone", "favoured", "opposed", "ignored", "extra",
+    "own mean", *MESSAGES
 )  # fmt: skip
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Eleven
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Twelve
     things are told: what the loss takes for logits are probabilities already (a softmax twice), or
     numbers between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last
     layer); an activation lies between the model and a loss that has its own, a binary one among
@@ -75,9 +76,10 @@ class CrossEntropy(SoundStepsDetector):
     is the mean of its own rows, of which ranks have unlike many; rows that had no label, as padding
     has none, have one; each batch holds samples of one class, and the next batches those of another
     (nobody shuffles); a label does not come any more, and none in its place; rows weigh the more,
-    the more rows have their label (weights of classes that are to be inverse to their shares); one
-    rank answers rightly far more seldom than all others, or all at once more seldom than these and
-    than it did (it numbers the classes in another order, or reads other data).
+    the more rows have their label (weights of classes that are to be inverse to their shares), on
+    all ranks or on some; one rank answers rightly far more seldom than all others, or all at once
+    more seldom than these and than it did (it numbers the classes in another order, or reads other
+    data).
 
     Args:
         ratio: how many times the weight that a row had.
@@ -105,6 +107,7 @@ class CrossEntropy(SoundStepsDetector):
         self._sorted = False
         self._seen = _LabelsSeen()
         self._favoured = 0  # looks in a row
+        self._opposed: dict[int, int] = {}  # those of each rank, while another one does otherwise
         self._extra, self._logits = ExtraActivation(), LogitsShape()
         self._ignored, self._own_mean = IgnoredClass(self._looks), OwnMean()
         self._right: deque[dict[int, tuple[float, float, float]]] = deque(
@@ -130,6 +133,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_labels(record),
             self._look_at_gone(record),
             self._look_at_favoured(record),
+            self._look_at_opposed(record),
             self._look_at_answers(record, ranks),
             self._look_at_outputs(record, ranks),
             self._look_at_ignored(record, ranks),
@@ -261,6 +265,25 @@ class CrossEntropy(SoundStepsDetector):
                 "by nobody so"
             )
             yield self._verdict(record, message, {"power": power}, "backward")
+
+    def _look_at_opposed(self, record: StepRecord) -> Iterator[Anomaly]:
+        """Look for ranks that favour frequent labels, while others favour rare ones."""
+        powers = {r: float(said.get(CLASS_POWER, math.nan)) for r, said in record.scalars.items()}
+        usual = min((power for power in powers.values() if power <= -FAVOURED), default=None)
+        found = [r for r, power in powers.items() if power >= FAVOURED and usual is not None]
+        self._opposed = {rank: self._opposed.get(rank, 0) + 1 for rank in found}
+        ranks = sorted(rank for rank, looks in self._opposed.items() if looks >= self._looks)
+        if ranks and usual is not None and self._told["opposed"].due(record.step):
+            power = max(powers[rank] for rank in ranks)
+            message = (
+                f"at the last {self._looks} sampled steps rows weigh the more in the loss on "
+                f"{ranks_text(tuple(ranks))}, the more rows have their label (as its share to the "
+                f"power of {power:.2g}), and the less on another one ({usual:.2g}): look at the "
+                "weights of classes that each rank has made"
+            )
+            alone = ranks[0] if len(ranks) == 1 else None
+            values = {"power": power, "others": usual}
+            yield self._verdict(record, message, values, "backward", alone)
 
     def _look_at_answers(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]

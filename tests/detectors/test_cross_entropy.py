@@ -280,6 +280,18 @@ def test_other_weights_of_labels_are_not(powers: list[float]) -> None:
     )
 
 
+def test_a_rank_that_favours_frequent_labels_while_another_one_does_not_is_named() -> None:
+    (warn,) = told(favouring(*[-1.1] * 30), favouring(*[1.07] * 30))
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 7, 1, "backward")
+    assert warn.values == {"power": 1.07, "others": -1.1}
+    (warn,) = told(favouring(*[-1.0] * 30), *[favouring(*[1.0] * 30)] * 2)[:1]
+    assert warn.rank is None
+    assert "on ranks 1-2, the more" in warn.message
+    for few, other in (([1.0] * 7 + [0.4], -1.0), ([1.0] * 8, -0.4), ([1.0] * 8, math.nan)):
+        quiet = told(favouring(*few * 4), favouring(*[other] * 4 * len(few)))
+        assert not any("on another one" in warn.message for warn in quiet)
+
+
 def answering(share: float, steps: int = 40, rows: int = ROWS) -> list[Look]:
     return [look(rows, **{CLASS_RIGHT: share})] * steps
 
