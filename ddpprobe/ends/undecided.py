@@ -31,10 +31,10 @@ def after_closing(parts: RankEnds) -> End | None:
     place = places.pop() if len(places) == 1 else None
     if not over or place is None or place[1] != "data" or not chose or parts.has(CAUSE, ABORTED):
         return None
+    who, whom = ("every rank", f"{ranks_of(chose)} ") if len(fates) > 1 else ("rank 0", "")
     text = (
-        f"every rank had closed{common_place(fates)}, and then {ranks_of(chose)} ended with exit "
-        f"code {chose[0].how[5:]}: by what the script did after its training, or because that had "
-        "failed"
+        f"{who} had closed{common_place(fates)}, and then {whom}ended with exit code "
+        f"{chose[0].how[5:]}: by what the script did after its training, or because that had failed"
     )
     return End(UNDECIDED, (), chose[0].how, last_step_of(fates), None, text)
 

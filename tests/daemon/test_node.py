@@ -674,7 +674,7 @@ def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     assert len(job.life("finished")) == 1
 
 
-@pytest.mark.parametrize(("exit_code", "state"), [(0, "ended"), (5, "crashed")])
+@pytest.mark.parametrize(("exit_code", "state"), [(0, "ended"), (5, "unknown")])
 def test_told_to_end_as_its_rank_has_ended_it_says_how(job, exit_code, state) -> None:
     """What ends a job ends its daemon in the same moment: it learns of both at once."""
     daemon, gate = job.daemon(), job.run.path / "gate"
@@ -687,9 +687,11 @@ def test_told_to_end_as_its_rank_has_ended_it_says_how(job, exit_code, state) ->
     assert daemon.wait(30 * PATIENCE) == 0
     run = open_run(job.run.path)
     assert run.endings()[0].end.state == state
-    assert [a.message for a in run.anomalies()] == (
-        ["rank 0 died (exit:5) after step 5"] if exit_code else []
+    said = (
+        "rank 0 had closed, after step 5, and then ended with exit code 5: by what the script did "
+        "after its training, or because that had failed"
     )
+    assert [a.message for a in run.anomalies()] == ([said] if exit_code else [])
     assert len(job.life("finished")) == 1
 
 
