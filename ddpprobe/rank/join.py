@@ -274,9 +274,8 @@ def _open(
         own.give_up()
         raise
 
-    gather = plan["head"].partition("://")[2] if is_head and plan["head"] else None
-
     def start() -> None:
+        gather = plan["head"].partition("://")[2] if is_head and plan["head"] else None
         if head.roster is not None:
             head.roster.write(daemon_file(run, node, roster.ROSTER))
         elif len(plan["nodes"]) > 1:
@@ -288,7 +287,7 @@ def _open(
 
     refused = plan["refused"]
     starter = start if leads and options.starts_daemon and not refused else None
-    found = launch.daemon_alive(run, node)
+    found = starter is not None and launch.daemon_alive(run, node)
     if starter is not None and not found:
         try:
             starter()
