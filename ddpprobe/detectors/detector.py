@@ -104,17 +104,15 @@ class SampledDetector(Detector):
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; looks at those that it is about."""
+        optimizer = _optimizer_of(record)
         if record.attempt != self._attempt:
             self._attempt, self._optimizers = record.attempt, frozenset()
             self._begin()
             self._reset()
-        elif is_noted(record) or self._has_another_optimizer(record):
+        elif is_noted(record) or (self._optimizers and optimizer - self._optimizers):
             self._reset()
-        self._optimizers |= _optimizer_of(record)
+        self._optimizers |= optimizer
         return self._look(record) if self._is_about(record) else []
-
-    def _has_another_optimizer(self, record: StepRecord) -> bool:
-        return bool(self._optimizers and _optimizer_of(record) - self._optimizers)
 
     def _is_about(self, record: StepRecord) -> bool:
         """Whether it looks at this record: at whole sampled steps."""

@@ -156,7 +156,7 @@ class LevelShift(SoundStepsDetector):
             by_loss = norm / loss if loss > 0 else math.nan
             self._norms.push(_logs([norm, by_loss]), record.step)
             elements = self._outputs.read(record, "numel")
-            self._sizes.push(elements, record.step)
+            self._sizes.push(_logs(elements), record.step)
             chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE, TRAINING)]
             self._meant.push(_logs([*chosen, float(np.nansum(elements))]), record.step)
             for shift in self._found(self._norms, *self._of_norm):

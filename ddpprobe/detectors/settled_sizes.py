@@ -28,10 +28,8 @@ class SettledSizes:
     def __init__(self, length: int) -> None:
         self._sizes = LevelWindow(length)
 
-    def push(self, elements: Floats, step: int) -> None:
-        """Remember how many elements each site has [sites]; NaN where nobody knows."""
-        known = elements > 0
-        logs = np.log10(elements, out=np.full(elements.shape, np.nan), where=known)
+    def push(self, logs: Floats, step: int) -> None:
+        """Remember log10 of how many elements each site has [sites]; NaN where nobody knows."""
         self._sizes.push(logs, step)
 
     def have_moved(self, since: float = -np.inf, least_now: int = LEAST) -> bool:

@@ -10,7 +10,7 @@ from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.end import BAD, CRASHED, HUNG, STOPPED, UNDECIDED, End
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import failed
-from ddpprobe.ends.words import closed_within, describe
+from ddpprobe.ends.words import CAUGHT_OR_CHOSE, closed_within, describe
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.step import PHASES, Anomaly
@@ -146,8 +146,7 @@ def _left_midway(fate: Fate, case: Case) -> bool:
 
 def _left(fate: Fate, when: str) -> str:
     where = f"{closed_within(fate)}{when}{',' * bool(when)}"
-    why = "an exception that the script caught, or its own choice"
-    return f"rank {fate.rank} left {where} and did not say why: {why}"
+    return f"rank {fate.rank} left {where} and did not say why: {CAUGHT_OR_CHOSE}"
 
 
 def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anomaly:

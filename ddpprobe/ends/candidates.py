@@ -52,8 +52,7 @@ def left_alike(parts: RankEnds, pool: list[Fate]) -> list[Fate]:
 
 def _leaves(fate: Fate) -> bool:
     """Whether it left between two steps, at the end of its interpreter, and without an error."""
-    between = fate.clock is not None and fate.clock.phase == "data"
-    return between and fate.closed and fate.at_exit and fate.error is None
+    return fate.is_between_steps and fate.closed and fate.at_exit and fate.error is None
 
 
 def _unseen_before(parts: RankEnds, pool: list[Fate]) -> list[Fate]:

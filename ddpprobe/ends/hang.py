@@ -82,7 +82,7 @@ def _is_past(parts: RankEnds, fate: Fate) -> bool:
 def _is_within(fate: Fate) -> bool:
     """Whether it stands within a step, and not seen to wait for nobody."""
     elsewhere = fate.stands is not None and fate.stands.waits is False
-    return fate.clock is not None and fate.clock.phase != "data" and not elsewhere
+    return fate.is_within_step and not elsewhere
 
 
 def waiting_in_words(parts: RankEnds) -> str:

@@ -38,6 +38,8 @@ from ddpprobe.ends.rank_ends import (
 )
 from ddpprobe.ends.undecided import after_closing, last_resort, watched
 from ddpprobe.ends.words import (
+    CAUGHT,
+    CAUGHT_OR_CHOSE,
     alike,
     broken_in_words,
     common_place,
@@ -73,8 +75,7 @@ def _judge(parts: RankEnds) -> End:
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = candidates(parts)
         open_ = _all_sent(parts) or _unseen_but_killed(parts) or _same_choice(parts)
-        open_ = open_ or after_closing(parts)
-        open_ = open_ or _all_killed(parts) or watched(parts, pool)
+        open_ = open_ or after_closing(parts) or _all_killed(parts) or watched(parts, pool)
         return open_ or last_resort(parts, pool) or _crashed(parts, pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
@@ -188,7 +189,7 @@ def _is_between_steps(parts: RankEnds) -> bool:
     """Whether all ranks ended without a word in the same place, after a whole step."""
     fates, unseen = parts.seen, unseen_of(parts)
     places = {f.clock.key for f in fates if f.clock}
-    quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
+    quiet = all(not f.closed and f.is_between_steps for f in fates)
     # Workers may be killed by what started them, when all is done.
     killed = len(fates) > 1 and not _by_torchrun(fates)
     harmless = {"exit:0", "exit:1", *(["SIGKILL"] if killed else [])}
@@ -383,7 +384,7 @@ def _ended(case: Case) -> End:
 
     Of a sys.exit() a rank knows nothing at the end of its interpreter: only its exit code tells.
     """
-    inside = all(f.at_exit and f.clock and f.clock.phase != "data" for f in case.fates)
+    inside = all(f.at_exit and f.is_within_step for f in case.fates)
     where = common_place(case.fates) if inside else ""
     said = f"every rank came to its end{where}"
     if where:
@@ -401,7 +402,7 @@ def _midway(case: Case) -> End | None:
     do so in the same place.
     """
     places = {f.clock.key for f in case.fates if f.clock}
-    inside = [f for f in case.fates if f.clock and f.clock.phase != "data" and f.at_exit]
+    inside = [f for f in case.fates if f.at_exit and f.is_within_step]
     within = [f for f in case.fates if f.clock and f.clock.phase in INSIDE]
     within = [f for f in within if f.at_exit or f.error is not None]
     if not within and (len(places) < 2 or not inside):
@@ -414,8 +415,7 @@ def _midway(case: Case) -> End | None:
     who = "no rank" if len(inside) == len(case.fates) else "not every rank"
     text = f"{who} came to the end of its step ({each}), and "
     raised = raised_in_words(inside)
-    caught = "an exception that the script caught"
-    text += f"{raised}: {caught}" if raised else f"none said why: {caught}, or its own choice"
+    text += f"{raised}: {CAUGHT}" if raised else f"none said why: {CAUGHT_OR_CHOSE}"
     text += f"; {each_of(map(describe_left, behind))}" if behind else ""
     return End(UNDECIDED, tuple(f.rank for f in behind), CLEAN, step, None, text)
 

@@ -158,7 +158,7 @@ def _of_closed(fate: Fate, case: Case) -> str:
     A signal after that is torch's threads, which abort now and then in its last moments. Without
     an exit code nobody knows why one closed in the middle of a step, or after an exception.
     """
-    midway = (fate.clock is not None and fate.clock.phase != "data") or fate.error is not None
+    midway = fate.is_within_step or fate.error is not None
     if not midway or fate.how not in {"", UNKNOWN}:
         return LEFT
     return ALIVE if case.live and not fate.how else LOST
@@ -181,8 +181,8 @@ def _was_over(fate: Fate) -> bool:
     """
     if fate.pool:
         return True
-    between = fate.clock is not None and fate.clock.phase == "data"
-    return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles
+    told = _is_asked(fate.how) and fate.is_between_steps
+    return told and not fate.at_exit and not fate.handles
 
 
 def _of_status(fate: Fate, everybody: _Everybody) -> str:
@@ -218,8 +218,7 @@ def _has_time(fate: Fate, everybody: _Everybody) -> bool:
     """
     others = everybody.unwell - {fate.rank}
     left = len(others) < len(everybody.case.fates) - 1
-    between = fate.clock is not None and fate.clock.phase == "data"
-    return not others or (left and between)
+    return not others or (left and fate.is_between_steps)
 
 
 def _is_well(fate: Fate) -> bool:

@@ -26,12 +26,16 @@ def after_closing(parts: RankEnds) -> End | None:
     or another training. Who lives on for long is not seen to end at all.
     """
     fates, chose = parts.seen, parts.all(CHOSE)
-    over = all(f.closed and not (f.at_exit or f.raised or f.error or f.handles) for f in fates)
-    places = {(f.clock.key, f.clock.phase) if f.clock else None for f in fates}
-    place = places.pop() if len(places) == 1 else None
-    if not over or place is None or place[1] != "data" or not chose or parts.has(CAUSE, ABORTED):
+    over = all(
+        f.closed and f.is_between_steps and not (f.at_exit or f.raised or f.error or f.handles)
+        for f in fates
+    )
+    places = {f.clock.key for f in fates if f.clock}
+    if not over or len(places) != 1 or not chose or parts.has(CAUSE, ABORTED):
         return None
-    who, whom = ("every rank", f"{ranks_of(chose)} ") if len(fates) > 1 else ("rank 0", "")
+    who, whom = "every rank", f"{ranks_of(chose)} "
+    if len(fates) == 1:
+        who, whom = ranks_of(fates), ""
     text = (
         f"{who} had closed{common_place(fates)}, and then {whom}ended with exit code "
         f"{chose[0].how[5:]}: by what the script did after its training, or because that had failed"

@@ -13,6 +13,9 @@ from ddpprobe.records.rank_names import ranks_joined
 
 MOST_SAID = 4  # ranks that are named, or of which each is told
 MOST_BESIDE = 150  # characters of a message that is not the first to be read
+# Why a rank may leave within a step without a word.
+CAUGHT = "an exception that the script caught"
+CAUGHT_OR_CHOSE = f"{CAUGHT}, or its own choice"
 # What gloo writes around what happened: its own line, and advice.
 _AROUND = re.compile(r"^\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by .*$", re.DOTALL)
 

@@ -198,8 +198,17 @@ class Fate:
         Python also keeps one of a prompt within the script (`code.interact`), which ended nothing:
         by its exit code and its place the training then came to its end.
         """
-        between = self.clock is not None and self.clock.phase == STEP_PHASES[0]
-        return self.raised and not (self.how == "exit:0" and between)
+        return self.raised and not (self.how == "exit:0" and self.is_between_steps)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether it is known to have been between two steps when last heard of."""
+        return self.clock is not None and self.clock.phase == STEP_PHASES[0]
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether it is known to have been within a step when last heard of."""
+        return self.clock is not None and self.clock.phase != STEP_PHASES[0]
 
     @property
     def trains(self) -> bool:

@@ -216,9 +216,8 @@ def test_a_disk_that_refuses_is_asked_again_and_gets_everything(
     assert frames(target) == list(range(5))
 
 
-KILLED = """
-import os, sys, signal
-from pathlib import Path
+UNTOLD = """
+import os, resource, signal, sys
 import torch
 from torch import nn
 import ddpprobe
@@ -228,9 +227,21 @@ record_files.RecordFiles.start = lambda self, *chores: None
 model = nn.Linear(4, 1)
 probe = ddpprobe.install(model, run_dir=sys.argv[1], every=1, daemon="none")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-for step in range(12):
+
+def train():
     model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+KILLED = f"""{UNTOLD}
+for _ in range(12):
+    train()
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+LIMITED = f"""{UNTOLD}
+for step in range(60):
+    if step == 20:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
+    train()
+probe.close()
 """
 
 
@@ -242,25 +253,6 @@ def killed(path: Path, script: str) -> tuple[RunDir, Path]:
     place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
     assert place is not None
     return run, place
-
-
-LIMITED = """
-import resource, sys
-import torch
-from torch import nn
-import ddpprobe
-from ddpprobe.rank import record_files
-record_files.RecordFiles._wake = lambda self: None  # nobody tells the disk thread of frames
-record_files.RecordFiles.start = lambda self, *chores: None
-model = nn.Linear(4, 1)
-probe = ddpprobe.install(model, run_dir=sys.argv[1], every=1, daemon="none")
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-for step in range(60):
-    if step == 20:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
-    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
-probe.close()
-"""
 
 
 def test_where_a_process_may_write_no_larger_file_it_says_what_waits_and_what_is_lost(

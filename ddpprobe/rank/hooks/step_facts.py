@@ -77,15 +77,14 @@ class OptimizerFacts:
         self._norms = UsedNorms()
         self._rate: float | None = None
         self._is_far = False  # a learning rate that the host may not read
-        self._weight_decays: list[float | None] = []  # of all groups that have one
-        # Scalar -> what the groups say; None: what nobody knows. Told is what all say.
+        # Scalar -> what the groups say; None: what nobody knows. Told is what all say, and of the
+        # weight decay the largest.
         self._said: defaultdict[str, set[float | None]] = defaultdict(set)
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._norms.begin_step()
         self._rate, self._is_far = None, False
-        self._weight_decays.clear()
         self._said.clear()
 
     def add(
@@ -107,7 +106,7 @@ class OptimizerFacts:
         groups = getattr(optimizer, "param_groups", ())
         for group in groups:
             if WEIGHT_DECAY in group:
-                self._weight_decays.append(_plain(group[WEIGHT_DECAY]))
+                self._said[WEIGHT_DECAY].add(_plain(group[WEIGHT_DECAY]))
             self._said[MOMENT_DECAY].add(_decay_of(group))
             self._said[FIRST_DECAY].add(_first_decay_of(group))
             for option in OPTIONS:
@@ -131,13 +130,10 @@ class OptimizerFacts:
         """
         self._norms.tell(rows, alone=alone)
         told = {} if self._rate is None or self._is_far else {LEARNING_RATE: self._rate}
-        known = [decay for decay in self._weight_decays if decay is not None]
-        if known and len(known) == len(self._weight_decays):
-            told[WEIGHT_DECAY] = max(known)
         for name, values in self._said.items():
-            (value,) = values if len(values) == 1 else (None,)
-            if value is not None:
-                told[name] = value
+            known = [value for value in values if value is not None]
+            if len(known) == len(values) and (len(known) == 1 or name == WEIGHT_DECAY):
+                told[name] = max(known)
         return told
 
 
@@ -148,20 +144,20 @@ def _plain(value: object) -> float | None:
 
 def _first_decay_of(group: Mapping[str, Any]) -> float | None:
     """Return the decay of first moments of a group; None where there are none, or on a device."""
-    if "betas" not in group:
-        return _plain(group.get("momentum"))
-    betas = group["betas"]
-    return _plain(betas[0]) if isinstance(betas, (tuple, list)) and len(betas) == 2 else None
+    return _plain(_betas_of(group)[0] if "betas" in group else group.get("momentum"))
 
 
 def _decay_of(group: Mapping[str, Any]) -> float | None:
     """Return the decay of an optimizer's group; None where its arguments mean something else."""
-    if "betas" not in group:
-        decay = group.get("alpha", group.get("rho"))
-    else:
-        betas = group["betas"]
-        decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None
+    decay = _betas_of(group)[1] if "betas" in group else group.get("alpha", group.get("rho"))
     return decay if isinstance(decay, float) else None
+
+
+def _betas_of(group: Mapping[str, Any]) -> tuple[object, object]:
+    """Return Adam's two; None where the argument means something else."""
+    betas = group["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    return (betas[0], betas[1]) if is_pair else (None, None)
 
 
 def add_stale_units(topology: Topology, rows: StepRows) -> None:
