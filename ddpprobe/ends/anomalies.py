@@ -78,6 +78,14 @@ def is_end(anomaly: Anomaly) -> bool:
     return anomaly.detector == RANK_LOST and WENT_ON not in anomaly.values
 
 
+def is_past_forward(anomaly: Anomaly) -> bool:
+    """Whether all that its phase says is that a lost rank's forward was over.
+
+    A heartbeat says `backward` from there on: at the loss, and at the data of the next micro-batch.
+    """
+    return anomaly.detector == RANK_LOST and anomaly.phase == "backward"
+
+
 def takes_back(anomaly: Anomaly, known: Anomaly) -> bool:
     """Whether an anomaly says that an end, which is known by now, is none."""
     if not anomaly.detector == known.detector == RANK_LOST or known.level == "info":

@@ -68,7 +68,7 @@ def closed_within(fate: Fate) -> str:
     clock = fate.clock
     if not fate.closed or clock is None or clock.phase == "data":
         return ""
-    return f"in {clock.phase} of step {clock.step}"
+    return _within(clock)
 
 
 def died_of(fate: Fate) -> str:
@@ -181,8 +181,14 @@ def common_place(fates: Iterable[Fate]) -> str:
 
 def _place(fate: Fate, clock: Progress, call: str) -> str:
     if clock.phase != "data":
-        return f", in {clock.phase} of step {clock.step}" + (f" ({call})" if call else "")
+        return f", {_within(clock)}" + (f" ({call})" if call else "")
     return f", in {call} {where_of(fate)}" if call else f", {where_of(fate)}"
+
+
+def _within(clock: Progress) -> str:
+    """Say in which part of a step a rank was; of `backward` see `anomalies.is_past_forward`."""
+    part = "after the forward" if clock.phase == "backward" else f"in {clock.phase}"
+    return f"{part} of step {clock.step}"
 
 
 def within_of(fate: Fate) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from ddpprobe.ends.anomalies import RANK_LOST, TITLES
+from ddpprobe.ends.anomalies import RANK_LOST, TITLES, is_past_forward
 from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.text import plain
 from ddpprobe.records.step import STATE_KINDS, Anomaly
@@ -171,8 +171,8 @@ def _finding(
 
 
 def _during(cause: Anomaly) -> str:
-    """Say in which part of the step it was; a rank is in its backward as soon as it has a loss."""
-    if cause.detector == RANK_LOST and cause.phase == "backward":
+    """Say in which part of the step it was."""
+    if is_past_forward(cause):
         return "after the forward pass"
     return _PHASES.get(cause.phase, cause.phase)
 

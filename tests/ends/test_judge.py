@@ -871,7 +871,7 @@ def test_who_closed_and_lives_is_waited_for_by_who_is_seen_to_wait_in_a_later_st
     ]  # fmt: skip
     end = verdict(gone, *waiting, live=True)
     assert (end.state, end.ranks, end.step) == ("hung", (0,), 5)
-    place = "rank 0 had closed after step 5; ranks 1 and 2 wait for it, in backward of step 5"
+    place = "rank 0 had closed after step 5; ranks 1 and 2 wait for it, after the forward of step 5"
     assert end.message == place
     ended = verdict(replace(gone, how="SIGTERM"), *(replace(f, how="SIGTERM") for f in waiting))
     assert (ended.state, ended.ranks) == ("hung", (0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,9 +43,9 @@ CAUGHT = {"closed": True, "at_exit": True, "clock": BACKWARD}
         (Fate(0, closed=True, raised=True), DIED, "closed by an exception"),
         (Fate(0, how="exit:3", closed=True, clock=DATA), DIED, "died (exit:3)"),
         (Fate(0, how="SIGKILL", clock=BACKWARD, heard=True), DIED, "died (SIGKILL)"),
-        (Fate(0, how="exit:0", **CAUGHT), CLOSED, "closed in backward of step 23"),
-        (Fate(0, how="SIGTERM", **CAUGHT), CLOSED, "closed in backward of step 23"),
-        (Fate(0, **CAUGHT), CLOSED, "closed in backward of step 23"),  # nobody saw its exit code
+        (Fate(0, how="exit:0", **CAUGHT), CLOSED, "closed after the forward of step 23"),
+        (Fate(0, how="SIGTERM", **CAUGHT), CLOSED, "closed after the forward of step 23"),
+        (Fate(0, **CAUGHT), CLOSED, "closed after the forward of step 23"),  # nobody saw
         (Fate(0, beat_closed=True, heard=True), CLOSED, "closed"),
         (Fate(0, how="exit:0", clock=DATA, heard=True), UNKNOWN, NO_WORD),
         (Fate(0, clock=DATA, heard=True), UNKNOWN, NO_WORD),
@@ -108,9 +109,10 @@ def test_a_rank_that_left_within_a_step_is_told_of_where_another_one_is_the_caus
     code, out, _ = call("anomalies", path)
     assert code == 1
     assert "rank 1 died (exit:1) after step 22" in out
-    assert "rank 0 left in backward of step 23, after rank 1, and did not say why: an exc" in out
+    assert "rank 0 left after the forward of step 23, after rank 1, and did not say why" in out
+    assert re.search(r"rank 0  -  after forward  rank_lost: ", out)
     _, out, _ = call("info", path)
-    assert "closed in backward of step 23\n" in out
+    assert "closed after the forward of step 23\n" in out
 
 
 @pytest.mark.parametrize("verb", ["anomalies", "info", "trace", "verify", "report"])
@@ -126,4 +128,4 @@ def test_an_end_that_may_be_well_or_bad_is_not_known_in_every_verb(
     more = ["--site", "*"] if verb == "trace" else ["-o", tmp_path / "p.html"]
     code, _, err = call(verb, path, *(more if verb in {"trace", "report"} else ()))
     assert code == 4
-    assert "not known: not every rank came to the end of its step (rank 0, in backward of" in err
+    assert "not every rank came to the end of its step (rank 0, after the forward of" in err

@@ -28,7 +28,7 @@ from ddpprobe.cli.output import (
 )
 from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import RANK_LOST, is_past_forward
 from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
@@ -257,6 +257,6 @@ def row(anomaly: Anomaly, indent: str = "", *, several: bool = False) -> tuple[s
         f"step {anomaly.step} micro {anomaly.micro}{attempt}",
         f"rank {UNOBSERVED if anomaly.rank is None else anomaly.rank}",
         anomaly.place or UNOBSERVED,
-        anomaly.phase,
+        "after forward" if is_past_forward(anomaly) else anomaly.phase,
         f"{anomaly.detector}: {anomaly.message}{cause}",
     )
