@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from ddpprobe.daemon.service import DaemonService
 from ddpprobe.daemon.service_request import SERVICE_VARIABLE, socket_path
 from ddpprobe.rundir import paths
 from ddpprobe.rundir.paths import DirectoryLock, RunDir
-from ddpprobe.rundir.spool import settle_others
+from ddpprobe.rundir.spool import bring_left, settle_others
 
 LISTEN = "127.0.0.1:13377"
 WAIT_SECONDS = 120.0
@@ -158,6 +159,7 @@ def _serve(options: DaemonOptions) -> int:
     except ValueError as error:
         return _refuse(error)
     told_to_end = threading.Event()
+    run = options.run
 
     def end(*_: object) -> None:
         told_to_end.set()
@@ -168,7 +170,10 @@ def _serve(options: DaemonOptions) -> int:
             signal.signal(number, end)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the evidence stays
     daemon.serve()
-    run = options.run
+    # What a full disk refused, and takes now that the run was sealed, is read as after a kill.
+    while not told_to_end.is_set() and bring_left(run, options.node):
+        daemon = NodeDaemon(dataclasses.replace(options, pidfd=None))  # the first one closed it
+        daemon.serve()
     if told_to_end.is_set() or given_run.has_begun(run) or not run.path.is_dir():
         return OK
     return _refuse(

@@ -51,6 +51,7 @@ TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at on
 # many times longer than any before.
 BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
+LEAST_KNOWN = 0.25  # of the rows of a class, if all have equally many
 FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
@@ -237,7 +238,8 @@ class CrossEntropy(SoundStepsDetector):
             yield self._verdict(record, message, values, "forward")
 
     def _look_at_gone(self, record: StepRecord) -> Iterator[Anomaly]:
-        gone = self._seen.take(record.step, labels_seen(record), self._looks)
+        unknown = 1.0 - min(scalars(record, CLASS_LABELLED))
+        gone = self._seen.take(record.step, labels_seen(record), self._looks, unknown)
         if gone and self._told["gone"].due(record.step):
             since = min(since for _, since in gone)
             names = ", ".join(str(label) for label, _ in gone[:NAMED])
@@ -365,14 +367,18 @@ class _LabelsSeen:
         self._since = np.zeros(LABEL_BITS, np.int64)
         self._told = np.zeros(LABEL_BITS, np.bool_)
         self._last: deque[NDArray[np.bool_]] = deque(maxlen=REMEMBERED)
+        self._unknown: deque[float] = deque(maxlen=REMEMBERED)
 
-    def take(self, step: int, bits: int, fewest: int) -> list[tuple[int, int]]:
+    def take(
+        self, step: int, bits: int, fewest: int, unknown: float = 0.0
+    ) -> list[tuple[int, int]]:
         """Take what the ranks have seen; return (label, since) of those that are gone as of now.
 
         Args:
             step: of the look.
             bits: one for each label that has come.
             fewest: looks at which a label must have come.
+            unknown: share of the rows of which no label is known.
         """
         if not bits:
             return []
@@ -388,6 +394,7 @@ class _LabelsSeen:
         self._absent = np.where(here, 0, self._absent + 1)
         self._told &= ~here
         self._last.append(here)
+        self._unknown.append(unknown)
         gone = ~here & ~self._told & (self._came >= fewest)
         gone &= self._absent > LONGER * self._longest
         if gone.any():
@@ -395,7 +402,22 @@ class _LabelsSeen:
             gone[np.flatnonzero(gone)] = chance <= BY_CHANCE
         self._told |= gone
         labels = [int(label) for label in np.flatnonzero(gone)]
-        return [(one, int(self._since[one])) for one in labels if not self._is_another_task(one)]
+        return [(one, int(self._since[one])) for one in labels if not self._is_explained(one)]
+
+    def _is_explained(self, label: int) -> bool:
+        return self._may_be_unknown(label) or self._is_another_task(label)
+
+    def _may_be_unknown(self, label: int) -> bool:
+        """Whether its rows may be among those whose label is not known, as these have become more.
+
+        A label is seen by a row's gradient, which is zero where the answer is right to the last
+        bit: always this one, of logits that exploded, or a class that is learned by heart.
+        """
+        absent = int(self._absent[label])
+        unknown = list(self._unknown)
+        before, now = unknown[-2 * absent : -absent], unknown[-absent:]
+        classes = max(int((self._came > 1).sum()), 1)
+        return bool(before) and mean(now) - mean(before) > LEAST_KNOWN / classes
 
     def _is_another_task(self, label: int) -> bool:
         """Whether, since a label is gone, others come that did not come before."""

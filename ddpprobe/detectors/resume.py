@@ -238,8 +238,8 @@ class Resume(Detector):
         if not (0 < old < math.inf and 0 < now < math.inf) or now == old:
             return None
         message = (
-            f"all ranks together train on {now:.0f} micro-batches in a step, and on {old:.0f} "
-            "before the resume: unless each has another size, so has the batch, for which the "
+            f"micro-batches of all ranks together in a step: {now:.0f}, and {old:.0f} before the "
+            "resume: unless each has another size, so has the batch, for which the "
             "learning rate was chosen"
         )
         return "info", message, {"micro_batches": now, "before": old}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.detectors.settings import Settings
-from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.errors import RunNotFound, TensorError, UnknownSeries
+from ddpprobe.detectors.suite import chosen, order_of_cause
+from ddpprobe.errors import RunError, RunNotFound, TensorError, UnknownSeries
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
     captured_attempts,
@@ -209,14 +208,25 @@ class Run(RunNumbers):
         return found
 
     def replayed(
-        self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None
+        self,
+        settings: Mapping[str, object] | None = None,
+        advance: Callable[[int], None] = lambda _: None,
     ) -> list[Anomaly]:
         """Return what the detectors make of the records with other settings, as `anomalies` does.
 
         Args:
-            settings: by detector, what is not to be as by default; see `suite.read_settings`.
+            settings: by detector, what is not to be as by default, as `install(detectors=)` takes
+                it: settings by name, or False for without it.
             advance: told 1 for each record that was read.
+
+        Raises:
+            RunError: there is no such detector or setting, or no such value.
         """
+        if settings is not None:
+            try:
+                settings = chosen(settings, None)
+            except ValueError as error:
+                raise RunError(str(error)) from None
         found: list[Anomaly] = []
         for attempt in self._merged_reader.attempts():
             here = run_detectors(self._merged_reader, attempt, settings, advance)

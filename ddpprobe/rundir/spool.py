@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.rundir import heartbeat, paths, safe_read, tmpfs
 from ddpprobe.rundir.journal import BACK_OFF_SECONDS, SEGMENT_BYTES, JournalWriter, segments_of
 from ddpprobe.rundir.paths import RunDir
+
+logger = logging.getLogger("ddpprobe")
 
 MAX_ROOM = 16 << 20  # bytes of records that wait for the disk, at most
 SHARE = 64  # of what is free in memory a rank takes this part at most: loaders need it, too
@@ -260,14 +264,37 @@ def _size(directory: Path, number: int) -> int:
 
 def settle_all(run: RunDir, node: str) -> None:
     """Settle all ranks of a node that were killed when nobody was there to do it."""
+    for attempt, rank in _ended(run, node):
+        settle(run, attempt, node, rank)
+
+
+def bring_left(run: RunDir, node: str) -> bool:
+    """Settle what waits in memory; return whether any did, and all of it is on the disk now.
+
+    Never raises. What the disk refuses stays in memory, and the log says how it is brought later.
+    """
+    left = [(n, r) for n, r in _ended(run, node) if waiting_at(run, n, node, r) is not None]
+    for attempt, rank in left:
+        settle(run, attempt, node, rank)
+    refused = [r for n, r in left if waiting_at(run, n, node, r) is not None]
+    if refused:
+        logger.error(
+            "ddpprobe: the disk has no room for the last records of %s, which are in memory until "
+            "this machine restarts; make room, and type: ddpprobe daemon --dir %s --node %s",
+            ranks_text(refused), run.path, node,
+        )  # fmt: skip
+    return bool(left) and not refused
+
+
+def _ended(run: RunDir, node: str) -> Iterator[tuple[int, int]]:
+    """Yield attempts and ranks of a node that have a part in memory, and have ended."""
     for attempt in run.attempts():
-        own = run.heartbeat(attempt, node, 0).parent
-        place = tmpfs.beside(own)
+        place = tmpfs.beside(run.heartbeat(attempt, node, 0).parent)
         for path in sorted(place.glob("rank_*")) if place is not None else ():
             # Of a heartbeat, which is locked from its start.
             digits = path.name.removeprefix("rank_")
             if digits.isdecimal() and not paths.is_locked(path):
-                settle(run, attempt, node, int(digits))
+                yield attempt, int(digits)
 
 
 def clear_away(run: RunDir, node: str) -> None:

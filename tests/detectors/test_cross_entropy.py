@@ -215,6 +215,16 @@ def test_a_label_that_does_not_come_any_more_is_told_once(every: int) -> None:
     assert told(seeing(*[(0, 1, 51)] * 20, *[(0, 1)] * 40), seeing(*[(0, 1, 51)] * 60)) == []
 
 
+def test_a_label_is_not_gone_whose_rows_may_have_no_gradient() -> None:
+    """Logits that exploded answer each row with one class: its own rows are right to the bit."""
+    before = seeing(*[(0, 1, 51)] * 20)
+    learned = [{**one, CLASS_LABELLED: 0.66} for one in seeing(*[(0, 1)] * 40)]
+    assert told([*before, *learned]) == []
+    padded = [{**one, CLASS_LABELLED: 0.66} for one in [*before, *seeing(*[(0, 1)] * 40)]]
+    (warn,) = told(padded)  # as many rows without a label as ever
+    assert warn.values["label"] == 51
+
+
 def test_the_rarer_a_label_was_the_longer_it_must_be_away() -> None:
     draw = random.Random(0)
     looks = [{0, *(label for label in (1, 2) if draw.random() < label / 4)} for _ in range(200)]

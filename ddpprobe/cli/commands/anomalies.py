@@ -248,6 +248,12 @@ def _alike(found: Sequence[Anomaly]) -> Iterator[list[Anomaly]]:
             yield alike
 
 
+def _phase(anomaly: Anomaly) -> str:
+    if anomaly.detector == RANK_LOST and anomaly.phase == "step":
+        return UNOBSERVED  # at its data, or in the optimizer: the message says where
+    return "after forward" if is_past_forward(anomaly) else anomaly.phase
+
+
 def row(anomaly: Anomaly, indent: str = "", *, several: bool = False) -> tuple[str, ...]:
     """Return the columns of one verdict; `several`: it is told of more than one attempt."""
     attempt = f" attempt {anomaly.attempt}" if anomaly.attempt or several else ""
@@ -257,6 +263,6 @@ def row(anomaly: Anomaly, indent: str = "", *, several: bool = False) -> tuple[s
         f"step {anomaly.step} micro {anomaly.micro}{attempt}",
         f"rank {UNOBSERVED if anomaly.rank is None else anomaly.rank}",
         anomaly.place or UNOBSERVED,
-        "after forward" if is_past_forward(anomaly) else anomaly.phase,
+        _phase(anomaly),
         f"{anomaly.detector}: {anomaly.message}{cause}",
     )
