@@ -33,6 +33,7 @@ from ddpprobe.rundir.heartbeat import CLOSED
 
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
+_BEFORE = ("start", STEP_PHASES[0], CLOSED)
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 NOTHING_SAMPLED = "nothing to judge: no step was sampled"
 _UPLOADED = (
@@ -158,9 +159,9 @@ class Completeness:
             said.append(f"{where}{ranks_text(s.rank for s in shares)}{text}")
         if self.unsampled and not said:
             said.append(
-                "the run took no sampled step: it ended within the first one, no optimizer of the "
-                "model made a step, or the loop trains without a call of the module that install() "
-                "was given"
+                "the run took no sampled step: it ended within the first one, or before the next "
+                "that `every` samples, no optimizer of the model made a step, or the loop trains "
+                "without a call of the module that install() was given"
             )
         return [*said, *([self.undecided] if self.undecided else [])]
 
@@ -306,8 +307,11 @@ class _Word:
         if clock is not None and clock.begun and 0 <= first <= step:
             self.began = first
 
-    def take_beat(self, step: int, sampled: int, state: str) -> None:
-        if step >= 0:
+    def take_beat(self, step: int, steps: int | None, sampled: int, state: str) -> None:
+        begun = (
+            steps is None or steps > 0 or state not in _BEFORE
+        )  # else `step` is the one that it was to begin
+        if step >= 0 and begun:
             self.reached = max(step, self.reached or 0)
         self.sampled = max(self.sampled, sampled)
         self.exact |= state == CLOSED
@@ -352,7 +356,7 @@ def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
     words = {rank: _Word() for rank in {*world, *merged_reader.ranks(attempt)}}
     for rank, (_, beat) in last_beats(merged_reader.run, attempt).items():
         if rank in words:
-            words[rank].take_beat(beat.step, beat.sampled, beat.state)
+            words[rank].take_beat(beat.step, beat.steps, beat.sampled, beat.state)
             words[rank].take_place(beat.step, beat.steps, beat.state)
     for event in merged_reader.events(attempt):
         _take_event(words, event)
@@ -373,7 +377,7 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
         case LastBeatsEvent(ranks=ranks):
             for rank in ranks.keys() & words.keys():
                 beat = ranks[rank]
-                words[rank].take_beat(beat.step, beat.sampled, beat.state)
+                words[rank].take_beat(beat.step, beat.steps, beat.sampled, beat.state)
                 words[rank].take_place(beat.step, beat.steps, beat.state)
 
 

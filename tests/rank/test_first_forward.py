@@ -241,6 +241,24 @@ def test_a_run_without_a_sampled_step_is_never_green(tmp_path: Path, call, way) 
     assert (line.whole, line.to_json()["judged"]["complete"]) == (False, False)
 
 
+def test_a_run_that_began_no_step_has_reached_none(tmp_path: Path) -> None:
+    ddpprobe.install(nn.Linear(4, 1), run_dir=tmp_path / "r", first_step=99, daemon="none").close()
+    assert ddpprobe.open(tmp_path / "r").info()["reached"] is None
+
+
+def test_a_run_that_ends_before_the_next_step_that_is_sampled_says_so(tmp_path: Path, call) -> None:
+    net = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=10, first_step=43, daemon="none"):
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+            sgd.step()
+    _, _, err = call("anomalies", tmp_path / "r")
+    assert "or before the next that `every` samples" in err
+    _, out, _ = call("info", tmp_path / "r")
+    assert "43 to 44, none recorded" in out
+
+
 def test_steps_that_the_loop_declares_without_a_forward_are_no_green_run(
     tmp_path: Path, call
 ) -> None:
