@@ -173,6 +173,8 @@ def _serve(options: DaemonOptions) -> int:
     # What a full disk refused, and takes now that the run was sealed, is read as after a kill.
     while not told_to_end.is_set() and bring_left(run, options.node):
         daemon = NodeDaemon(dataclasses.replace(options, pidfd=None))  # the first one closed it
+        if told_to_end.is_set():  # meanwhile, and the one before heard of it
+            daemon.stop()
         daemon.serve()
     if told_to_end.is_set() or given_run.has_begun(run) or not run.path.is_dir():
         return OK

@@ -51,7 +51,7 @@ TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at on
 # many times longer than any before.
 BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
-LEAST_KNOWN = 0.25  # of the rows of a class, if all have equally many
+MORE_UNKNOWN = 0.25  # rows of which no label is known, of those of a class (all alike)
 FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
@@ -369,9 +369,7 @@ class _LabelsSeen:
         self._last: deque[NDArray[np.bool_]] = deque(maxlen=REMEMBERED)
         self._unknown: deque[float] = deque(maxlen=REMEMBERED)
 
-    def take(
-        self, step: int, bits: int, fewest: int, unknown: float = 0.0
-    ) -> list[tuple[int, int]]:
+    def take(self, step: int, bits: int, fewest: int, unknown: float) -> list[tuple[int, int]]:
         """Take what the ranks have seen; return (label, since) of those that are gone as of now.
 
         Args:
@@ -402,10 +400,11 @@ class _LabelsSeen:
             gone[np.flatnonzero(gone)] = chance <= BY_CHANCE
         self._told |= gone
         labels = [int(label) for label in np.flatnonzero(gone)]
-        return [(one, int(self._since[one])) for one in labels if not self._is_explained(one)]
-
-    def _is_explained(self, label: int) -> bool:
-        return self._may_be_unknown(label) or self._is_another_task(label)
+        return [
+            (one, int(self._since[one]))
+            for one in labels
+            if not (self._may_be_unknown(one) or self._is_another_task(one))
+        ]
 
     def _may_be_unknown(self, label: int) -> bool:
         """Whether its rows may be among those whose label is not known, as these have become more.
@@ -417,7 +416,7 @@ class _LabelsSeen:
         unknown = list(self._unknown)
         before, now = unknown[-2 * absent : -absent], unknown[-absent:]
         classes = max(int((self._came > 1).sum()), 1)
-        return bool(before) and mean(now) - mean(before) > LEAST_KNOWN / classes
+        return bool(before) and mean(now) - mean(before) > MORE_UNKNOWN / classes
 
     def _is_another_task(self, label: int) -> bool:
         """Whether, since a label is gone, others come that did not come before."""

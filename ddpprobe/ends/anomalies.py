@@ -78,6 +78,11 @@ def is_end(anomaly: Anomaly) -> bool:
     return anomaly.detector == RANK_LOST and WENT_ON not in anomaly.values
 
 
+def is_vague(anomaly: Anomaly) -> bool:
+    """Whether its phase, `step`, says of a lost rank only: at its data, or in the optimizer."""
+    return anomaly.detector == RANK_LOST and anomaly.phase == "step"
+
+
 def is_past_forward(anomaly: Anomaly) -> bool:
     """Whether all that its phase says is that a lost rank's forward was over.
 

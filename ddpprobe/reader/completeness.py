@@ -22,6 +22,7 @@ from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
 from ddpprobe.reader.rank_status import RUNNING, UNKNOWN, ends_of
 from ddpprobe.records.events import (
+    Beat,
     BlindEvent,
     ClosedEvent,
     FuseEvent,
@@ -29,11 +30,11 @@ from ddpprobe.records.events import (
 )
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import STEP_PHASES
-from ddpprobe.rundir.heartbeat import CLOSED
+from ddpprobe.rundir.heartbeat import CLOSED, Heartbeat
 
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
-_BEFORE = ("start", STEP_PHASES[0], CLOSED)
+_BEFORE = ("start", STEP_PHASES[0], CLOSED)  # states of a rank without a step, before its first
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 NOTHING_SAMPLED = "nothing to judge: no step was sampled"
 _UPLOADED = (
@@ -307,14 +308,14 @@ class _Word:
         if clock is not None and clock.begun and 0 <= first <= step:
             self.began = first
 
-    def take_beat(self, step: int, steps: int | None, sampled: int, state: str) -> None:
-        begun = (
-            steps is None or steps > 0 or state not in _BEFORE
-        )  # else `step` is the one that it was to begin
-        if step >= 0 and begun:
-            self.reached = max(step, self.reached or 0)
-        self.sampled = max(self.sampled, sampled)
-        self.exact |= state == CLOSED
+    def take_beat(self, beat: Heartbeat | Beat) -> None:
+        """Take a heartbeat; without a step begun, its `step` is the one that was to begin."""
+        begun = beat.steps is None or beat.steps > 0 or beat.state not in _BEFORE
+        if beat.step >= 0 and begun:
+            self.reached = max(beat.step, self.reached or 0)
+        self.sampled = max(self.sampled, beat.sampled)
+        self.exact |= beat.state == CLOSED
+        self.take_place(beat.step, beat.steps, beat.state)
 
 
 def _shares(merged_reader: MergedReader, ending: Ending) -> list[RankShare]:
@@ -356,8 +357,7 @@ def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
     words = {rank: _Word() for rank in {*world, *merged_reader.ranks(attempt)}}
     for rank, (_, beat) in last_beats(merged_reader.run, attempt).items():
         if rank in words:
-            words[rank].take_beat(beat.step, beat.steps, beat.sampled, beat.state)
-            words[rank].take_place(beat.step, beat.steps, beat.state)
+            words[rank].take_beat(beat)
     for event in merged_reader.events(attempt):
         _take_event(words, event)
     return words
@@ -376,9 +376,7 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
             words[event.rank].blown = f"{part}: {why}" if why else part
         case LastBeatsEvent(ranks=ranks):
             for rank in ranks.keys() & words.keys():
-                beat = ranks[rank]
-                words[rank].take_beat(beat.step, beat.steps, beat.sampled, beat.state)
-                words[rank].take_place(beat.step, beat.steps, beat.state)
+                words[rank].take_beat(ranks[rank])
 
 
 def _held(share: RankShare) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from ddpprobe.ends.anomalies import RANK_LOST, TITLES, is_past_forward
+from ddpprobe.ends.anomalies import TITLES, is_past_forward, is_vague
 from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.text import plain
 from ddpprobe.records.step import STATE_KINDS, Anomaly
@@ -153,9 +153,8 @@ def _finding(
     *,
     several: bool,
 ) -> Finding:
-    # The phase `step` of a lost rank stands for all that is neither forward nor backward.
     behind = cause.phase == "step"  # all micro-batches
-    vague = cause.detector == RANK_LOST and behind
+    vague = is_vague(cause)
     where = Where(
         cause.step, None if behind else cause.micro, cause.rank, cause.attempt if several else None,
         None if cause.module is None else cause.module or "(root)",

@@ -20,10 +20,10 @@ NODE, STEPS = paths.node_name(0), 10
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], paths.RunDir]:
-    """Serve a run whose last records are in memory; the disk has room after so many daemons."""
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], paths.RunDir]:
+    """Serve a run whose last records are in memory; the disk has room after its seal, or never."""
 
-    def serve(full_for: int) -> paths.RunDir:
+    def serve(room: bool) -> paths.RunDir:
         run = Made(tmp_path / "run").whole(STEPS, told=False).close()
         paths.make_dir(run.path / "daemon")
         own = run.heartbeat(0, NODE, 0).parent
@@ -43,20 +43,20 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], p
             daemons.append(daemon)
 
         def refused(carrier: spool.Carrier, *args: bool) -> bool:
-            return len(daemons) >= full_for and carry(carrier, *args)
+            return room and bool(daemons) and carry(carrier, *args)
 
         monkeypatch.setattr(NodeDaemon, "serve", end)
         monkeypatch.setattr(spool.Carrier, "carry", refused)
         options = ("--listen", "127.0.0.1:0", "--linger", "0", "--wait", "1")
         assert main(["--dir", str(run.path), "--node", NODE, *options]) == 0
-        assert len(daemons) == 1 + (full_for == 1)
+        assert len(daemons) == 1 + room
         return run
 
     return serve
 
 
 def test_records_that_the_disk_takes_after_the_seal_are_in_the_run(served, caplog) -> None:
-    run = served(1)
+    run = served(True)
     assert open_run(run.path).completeness().held == STEPS
     assert tmpfs.beside(run.heartbeat(0, NODE, 0).parent) is None
     assert "no room" not in caplog.text
@@ -65,7 +65,7 @@ def test_records_that_the_disk_takes_after_the_seal_are_in_the_run(served, caplo
 def test_records_for_which_there_is_no_room_stay_in_memory_and_the_log_says_so(
     served, caplog
 ) -> None:
-    run = served(9)
+    run = served(False)
     place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
     assert place is not None
     assert sorted(path.name for path in place.glob("rank_*"))

@@ -28,7 +28,7 @@ from ddpprobe.cli.output import (
 )
 from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
-from ddpprobe.ends.anomalies import RANK_LOST, is_past_forward
+from ddpprobe.ends.anomalies import RANK_LOST, is_past_forward, is_vague
 from ddpprobe.ends.end import ENDED, RUNNING, told
 from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
@@ -249,8 +249,8 @@ def _alike(found: Sequence[Anomaly]) -> Iterator[list[Anomaly]]:
 
 
 def _phase(anomaly: Anomaly) -> str:
-    if anomaly.detector == RANK_LOST and anomaly.phase == "step":
-        return UNOBSERVED  # at its data, or in the optimizer: the message says where
+    if is_vague(anomaly):
+        return UNOBSERVED  # the message says where
     return "after forward" if is_past_forward(anomaly) else anomaly.phase
 
 
