@@ -188,6 +188,10 @@ def test_a_row_that_a_summary_has_not_is_told_with_those_that_it_has():
         (ddpprobe.UnknownSeries, lambda run: run.matching_scalars(3), "glob is a text such as"),
         (ddpprobe.UnknownSeries, lambda run: run.derived(3), "glob is a text such as"),
         (ddpprobe.UnknownSeries, lambda run: run.histograms(3), "site_glob is a text such as"),
+        (ddpprobe.UnknownSeries, lambda run: run.histograms("zz"), "no site matches 'zz'"),
+        (ValueError, lambda run: run.histograms().near_zero("x"), "below must be a power of two"),
+        (ValueError, lambda run: run.histograms().quantiles(0.5), "such as [0.05, 0.5, 0.95]"),
+        (ValueError, lambda run: run.histograms().quantiles([0.5, 2]), "shares from 0 to 1"),
         (ddpprobe.UnknownSeries, lambda run: run.records(after="x"), "such as after=412, got 'x'"),
         (
             ddpprobe.TensorError,
@@ -212,7 +216,7 @@ def test_chunks_that_are_none_are_refused_with_examples(chunks, tmp_path):
 
 
 @pytest.mark.parametrize("opens", [ddpprobe.open, ddpprobe.runs, ddpprobe.open_models])
-@pytest.mark.parametrize("place", [3, b"run", "a" * 5000, "a\0b"])
+@pytest.mark.parametrize("place", [3, b"run", "a" * 5000, "a\0b", ""])
 def test_what_is_no_path_holds_no_run(opens, place):
     with pytest.raises(ddpprobe.RunNotFound, match="give "):
         opens(place)

@@ -169,6 +169,8 @@ class NodeDaemon:
                 self._finish()
         elif attempt is not None:
             attempt.note_late_exits()
+            if self._is_due("sample", now, host.INTERVAL_SECONDS):
+                self._fuses["sampler"].guard(self._sample_host)()
         if (
             attempt is not None
             and attempt.closed
@@ -302,6 +304,11 @@ class NodeDaemon:
         )
         if attempt.daemon_journal is not None:
             attempt.daemon_journal.sample(self._readings.host, self._readings.ranks)
+        self._changed = True
+
+    def _sample_host(self) -> None:
+        """Read the node alone: its disk may get room for what waits after the end."""
+        self._readings.host = host.read_host(self._run.path, ())
         self._changed = True
 
     def _start_server(self) -> None:

@@ -125,6 +125,8 @@ class Suite:
         if sign is None:
             return anomaly
         message = f"{anomaly.message}; a page, as {sign.detector} warned at step {sign.step}"
+        if sign.step < since:
+            message += ": resume from before that one"
         return replace(anomaly, level="page", message=message)
 
     def _place(self, anomaly: Anomaly) -> Anomaly:

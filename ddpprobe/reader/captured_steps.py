@@ -176,7 +176,8 @@ class CapturedStep:
         if len(leaves) == 1:
             return matching[0]  # the same tensor may have been kept for several modules
         if leaves:
-            raise TensorError(f"{site} is several tensors: {_listed(matching)}; name one of them")
+            sites = listed(list(dict.fromkeys(site_of(e.key) for e in matching)))
+            raise TensorError(f"{site} is several tensors: {sites}; name one of them")
         if named:
             calls = sorted({(e.key.micro, e.key.call) for e in named})
             raise TensorError(f"{site}: of the (micro, call) {calls} only, not {(micro, call)}")
@@ -204,7 +205,13 @@ class CapturedStep:
         )
 
     def capsules(self, module: str) -> list[StoredCall]:
-        """Return what each rank kept of each call of a module, ascending."""
+        """Return what each rank kept of each call of a module, ascending.
+
+        Raises:
+            TensorError: the module was not captured; the text says which were.
+        """
+        if self.event is not None and module not in (there := self.describe().modules):
+            raise TensorError(not_captured(module, self.when[1], there))
         found = []
         for rank, header in (self.event.headers if self.event else {}).items():
             about = header["modules"].get(module)
@@ -337,6 +344,13 @@ def captured_step(run: paths.RunDir, attempts: Sequence[int], step: int) -> Capt
     raise TensorError(f"step {step} was not captured{only}; {others}")
 
 
+def not_captured(module: str, step: int, there: Sequence[str]) -> str:
+    """Say that a module was not captured at a step, and which were, as one types them."""
+    names = listed([name or "'' (the whole model)" for name in there]) or "none"
+    were = "was" if len(there) == 1 else "were"
+    return f"module {module!r} was not captured at step {step}; {names} {were}"
+
+
 def _expired_text(step: int) -> str:
     return f"what was captured at step {step} has expired (max_bytes, max_age)"
 
@@ -380,7 +394,7 @@ def _named(entries: Iterable[Entry], fqn: str, kind: str, leaf: str | None) -> l
     return [e for e in named if leaf is None or e.key.leaf == leaf]
 
 
-def _listed(entries: Sequence[Entry]) -> str:
-    sites = list(dict.fromkeys(site_of(e.key) for e in entries))
-    more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
-    return ", ".join(sites[:_SHOWN]) + more
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -66,6 +66,12 @@ class Histograms:
         """Return quantiles of the finite elements [rows, sites, len(q)]; NaN: no histogram.
 
         Each is in the right bin, so it is right to a factor of two.
+
+        Args:
+            q: shares, each from 0 to 1.
+
+        Raises:
+            ValueError: they are none.
         """
         found = quantiles(
             self.counts.reshape(-1, len(COUNTS)), self.values.reshape(-1, len(VALUES)),

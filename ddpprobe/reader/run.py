@@ -283,7 +283,8 @@ class Run(RunNumbers):
         """Return what each rank kept of each call of a module at a step, by rank.
 
         Raises:
-            TensorError: the step was not captured, or has expired, or there is no such attempt.
+            TensorError: the step or the module was not captured, or it has expired, or there is no
+                such attempt; the text says what was.
         """
         with _told_of_tensors():
             check_text("module", module, "layers.0.attn")

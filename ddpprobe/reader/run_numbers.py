@@ -116,10 +116,14 @@ class RunNumbers:
         reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
         found = read_series(reader, attempts, site_glob, stat, rank, steps)
         if not found.sites:
-            known = known_sites(reader, attempts, rank)
-            if known and not any(matches(site, site_glob) for site in known.values()):
-                raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
+            self._known(attempts, rank, site_glob)
         return found
+
+    def _known(self, attempts: list[int], rank: int | None, glob: str) -> None:
+        """Raise UnknownSeries if there are sites, and a glob matches none of them."""
+        known = known_sites(self._merged_reader, attempts, rank)
+        if known and not any(matches(site, glob) for site in known.values()):
+            raise UnknownSeries(no_site(self._merged_reader, attempts, glob, known.values()))
 
     def histograms(
         self,
@@ -130,14 +134,17 @@ class RunNumbers:
     ) -> Histograms:
         """Return the histograms of the matching sites: those that `install(histograms=...)` named.
 
-        Arguments as of `series`. Without any it has no sites.
+        Arguments as of `series`. Where none of these was named it has no sites.
 
         Raises:
-            UnknownSeries: there is no such rank or attempt, although there are others.
+            UnknownSeries: there is no such site, rank or attempt, although there are others.
         """
         check_text("site_glob", site_glob, _SITES)
         attempts = self._asked(rank, attempt, steps)
-        return read_histograms(self._records(attempts, rank, -1), site_glob, steps)
+        found = read_histograms(self._records(attempts, rank, -1), site_glob, steps)
+        if not found.sites:
+            self._known(attempts, rank, site_glob)
+        return found
 
     def scalars(
         self,

@@ -201,7 +201,7 @@ class GlobalTensor:
 
     def _of(self, rank: int) -> HeldPart:
         if rank not in self._held:
-            raise TensorError(f"{self.site}: rank {rank} delivered nothing, {self.ranks} did")
+            raise TensorError(f"{self.site}: rank {rank!r} delivered nothing, {self.ranks} did")
         return self._held[rank]
 
 

@@ -81,7 +81,7 @@ def near_zero(counts: Counts, bins: Bins, below: float = NEAR_ZERO) -> Floats:
     Raises:
         ValueError: of any other number the share is not known.
     """
-    power = np.log2(below) if below > 0 else np.nan
+    power = np.log2(below) if isinstance(below, float | int) and below > 0 else np.nan
     if power != round(power, 0) or not LOWEST < power <= HIGHEST:
         raise ValueError(
             f"below must be a power of two from 2**{LOWEST + 1} to 2**{HIGHEST}, as the bins are; "
@@ -122,7 +122,13 @@ def quantiles(counts: Counts, values: Values, bins: Bins, q: Sequence[float]) ->
         values: float64 [sites, len(VALUES)] of the same sites.
         bins: of the same sites.
         q: shares, each from 0 to 1.
+
+    Raises:
+        ValueError: they are none.
     """
+    shares = np.asarray(q)
+    if shares.dtype.kind not in "fiu" or shares.ndim != 1 or not ((shares >= 0) & (shares <= 1)).all():
+        raise ValueError(f"q must be shares from 0 to 1, such as [0.05, 0.5, 0.95], got {q!r:.80}")
     # Zeros are a part of no width between the two halves.
     parts = np.insert(bins, OCTAVES, counts[:, _ZEROS], axis=1)
     edges = np.insert(EDGES, OCTAVES, 0.0)
@@ -130,7 +136,7 @@ def quantiles(counts: Counts, values: Values, bins: Bins, q: Sequence[float]) ->
     for row, up_to in enumerate(np.cumsum(parts, axis=1)):
         total = up_to[-1]
         if total:
-            wanted = np.asarray(q) * total
+            wanted = shares * total
             # The first that reaches it and is not empty: of a share of 0 the first of all.
             part = np.searchsorted(up_to, np.maximum(wanted, _LEAST))
             inside = 1.0 - (up_to[part] - wanted) / parts[row, part]

@@ -24,7 +24,7 @@ def as_directory(place: object, what: str) -> Path:
         RunNotFound: it is no path, or one that the system refuses to look at.
     """
     path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not path:  # "": a variable that is not set, not this place
         raise RunNotFound(f"{place!r:.80} is no path: {what}")
     try:
         Path(path).stat()

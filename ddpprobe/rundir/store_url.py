@@ -86,7 +86,7 @@ def wanted(place: object) -> str | None:
 def text_of(place: object) -> str:
     """Return what `run_dir=` was given as a text. Raises ValueError for what is no path."""
     path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
-    if not isinstance(path, str) or "\0" in path:
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ValueError(
             "run_dir must be a path or the URL of an object store, such as run_dir='runs/gpt' or "
             f"run_dir='s3://my-bucket/team/gpt', got {place!r:.200}"

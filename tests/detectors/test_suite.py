@@ -71,7 +71,9 @@ def ran_away(sign: Anomaly, since: int = 101, told: int = 116) -> list[tuple[str
 def test_a_loss_that_runs_away_as_something_blows_up_is_a_page(detector: str, step: int) -> None:
     ((level, message, first),) = ran_away(anomaly(detector, step, "warn"))
     assert (level, first) == ("page", True)
-    assert message.startswith(f"the loss; a page, as {detector} warned at step {step}")
+    before = ": resume from before that one" if step < 101 else ""
+    assert message.startswith(f"the loss; a page, as {detector} warned at step {step}{before}")
+    assert (": resume from before that one" in message) == (step < 101)
 
 
 @pytest.mark.parametrize(

@@ -145,4 +145,6 @@ def test_a_picture_has_an_image_for_each_site_and_too_many_are_refused(tmp_path:
     figure = run.histograms().plot()
     assert [ax.get_title() for ax in figure.axes] == ["1:output", "1:grad_output"]
     with pytest.raises(UnknownSeries, match="0 sites with histograms: 1 to 24 can be drawn"):
-        run.histograms("nothing").plot()
+        run.histograms("0:output").plot()
+    with pytest.raises(UnknownSeries, match="no site matches 'nothing'"):
+        run.histograms("nothing")

@@ -133,6 +133,7 @@ def test_any_other_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"exclude": as_globs(3)}, "exclude must be a glob .*got 3"),
         ({"capture": as_globs(["a", 1])}, "capture must be a glob .*got 1"),
         ({"run_dir": 3}, "run_dir must be a path .*got 3"),
+        ({"run_dir": ""}, "run_dir must be a path .*got ''"),
         ({"name": 3}, "name must be .*got 3"),
         ({"name": ""}, "name must be"),
         ({"name": ".."}, "name must be"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddpprobe.errors import PackDamaged, RunError, StoreDamaged, TensorError, UnknownSeries
+from ddpprobe.reader.captured_steps import listed
 from ddpprobe.reader.reexecute.call import Outcome, execute
 from ddpprobe.reader.reexecute.model import build, fill, find
 from ddpprobe.reader.reexecute.op_watch import BACKWARD, FORWARD, Op
@@ -23,7 +24,6 @@ from ddpprobe.reader.run import Run
 from ddpprobe.reader.tensors import StoredCall
 from ddpprobe.records.step import NONFINITE, StepRecord
 
-_SHOWN = 8
 DOUBLE_SAYS: Mapping[str, str] = {
     "overflow": "finite there: it left the range of its type (overflow)",
     "bad maths": "not finite there either: the mathematics is at fault, not the type",
@@ -148,24 +148,16 @@ def choose(run: Run, which: Which) -> StoredCall:
 
     Raises:
         RunError: there is none; the text says which there are.
-        TensorError: the step was not captured.
+        TensorError: the step or the module was not captured.
     """
     calls = run.capsules(which.step, which.module, which.attempt)
-    if not calls:
-        there = sorted({m for c in run.captures(which.attempt) if c.step == which.step
-                        for m in c.modules})  # fmt: skip
-        names = _listed([name or "'' (the whole model)" for name in there])
-        raise RunError(
-            f"module {which.module!r} was not captured at step {which.step}; "
-            f"{names or 'none'} {'was' if len(there) == 1 else 'were'}"
-        )
     wanted = {"rank": which.rank, "micro": which.micro, "call": which.call}
     named = {name: value for name, value in wanted.items() if value is not None}
     left = [c for c in calls if all(getattr(c, n) == v for n, v in named.items())]
     if not left:
         there = [f"rank {c.rank} micro {c.micro} call {c.call}" for c in calls]
         asked = " ".join(f"{n} {v}" for n, v in named.items())
-        raise RunError(f"no capsule of {asked}; there is {_listed(there)}")
+        raise RunError(f"no capsule of {asked}; there is {listed(there)}")
     return _guilty(run, left)
 
 
@@ -233,11 +225,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"--device {name}: this torch sees no CUDA device; leave it out for cpu")
     return device
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _op_json(op: Op | None) -> dict[str, Any] | None:

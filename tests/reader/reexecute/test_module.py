@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpprobe.errors import RunError
+from ddpprobe.reader.captured_steps import not_captured
 from ddpprobe.reader.reexecute import verdict as verdicts
 from ddpprobe.reader.reexecute.call import Outcome, arguments, execute
 from ddpprobe.reader.reexecute.model import build, fill, find
-from ddpprobe.reader.reexecute.module import Which, choose, evidence
+from ddpprobe.reader.reexecute.module import Which, evidence
 from ddpprobe.reader.reexecute.scene import Scene, scene_of, tensor_of
 from ddpprobe.reader.reexecute.verdict import ExecutionVerdict, judge
 from ddpprobe.reader.run import open_run
-from ddpprobe.reader.tensors import Captured, StoredCall
+from ddpprobe.reader.tensors import StoredCall
 from ddpprobe.records.step import COUNTS, VALUES, FirstBad, Site, StepRecord
 from ddpprobe.rundir.tensor_pack import ITEM_SIZES
 from ddpprobe.store.captures import dtypes
@@ -517,31 +518,18 @@ def capsule_of(x: Part, w: Part, state: dict[str, str], **call: object) -> Store
     return StoredCall(0, 7, 0, "mlp", about, {"world_size": 1}, 0, 0, tensors)
 
 
-class OneStep:
-    """A run that captured some modules at step 7, and none of those that are asked for."""
-
-    def __init__(self, *modules: str) -> None:
-        self._captured = Captured(0, 7, (0,), modules, "nonfinite", True, 0, 0, ())
-
-    def capsules(self, step: int, module: str, attempt: int | None) -> list[StoredCall]:
-        return []
-
-    def captures(self, attempt: int | None) -> list[Captured]:
-        return [self._captured]
-
-
 @pytest.mark.parametrize(
     ("modules", "says"),
     [
         (("", "mlp"), "; '' (the whole model), mlp were"),
         (("",), "; '' (the whole model) was"),  # --module '' is what can be typed
         (("mlp",), "; mlp was"),
+        ((), "; none were"),
     ],
 )
 def test_what_was_captured_is_listed_as_one_types_it(modules: tuple[str, ...], says: str) -> None:
-    with pytest.raises(RunError) as caught:
-        choose(OneStep(*modules), Which(7, "head"))
-    assert str(caught.value) == f"module 'head' was not captured at step 7{says}"
+    told = not_captured("head", 7, modules)
+    assert told == f"module 'head' was not captured at step 7{says}"
 
 
 ONES = np.ones((4, 2), np.float32)
