@@ -35,4 +35,5 @@ def newest_identity(
         **{key: meta.get(key) for key in _OF_THE_FIRST},
         **{key: value for key, value in places.items() if identity.get(key) is not None},
     }
-    return {key: value for key, value in found.items() if value}
+    # An attempt without a process group says so: that of an earlier one is not its own.
+    return {key: value for key, value in found.items() if value or (key, value) == ("backend", "")}
