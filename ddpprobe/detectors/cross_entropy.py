@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.class_labels import ClassLabels, Few, Ignored
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.extra_activation import ExtraActivation
-from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.own_mean import APART, OwnMean
@@ -60,27 +60,27 @@ _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, 
 UNLIKE = 1.5
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = (
-    "weight", "labelled", "one label", "right", "gone", "favoured", "opposed", "ignored", "extra",
-    "own mean", *MESSAGES
+    "weight", "labelled", "one label", "right", "gone", "favoured", "opposed", "ignored", "few",
+    "extra", "own mean", *MESSAGES
 )  # fmt: skip
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Twelve
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Thirteen
     things are told: what the loss takes for logits are probabilities already (a softmax twice), or
     numbers between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last
     layer); an activation lies between the model and a loss that has its own, a binary one among
-    them; the rows that it ignores are those of a class; a row weighs many times what it did (a sum
-    in place of a mean, a loss that is not divided by the micro-batches any more); each rank's loss
-    is the mean of its own rows, of which ranks have unlike many; rows that had no label, as padding
-    has none, have one; each batch holds samples of one class, and the next batches those of another
-    (nobody shuffles); a label does not come any more, and none in its place; rows weigh the more,
-    the more rows have their label (weights of classes that are to be inverse to their shares), on
-    all ranks or on some; one rank answers rightly far more seldom than all others, or all at once
-    more seldom than these and than it did (it numbers the classes in another order, or reads other
-    data).
+    them; the rows that it ignores are those of a class; half of the classes or more never come; a
+    row weighs many times what it did (a sum in place of a mean, a loss that is not divided by the
+    micro-batches any more); each rank's loss is the mean of its own rows, of which ranks have
+    unlike many; rows that had no label, as padding has none, have one; each batch holds samples of
+    one class, and the next batches those of another (nobody shuffles); a label does not come any
+    more, and none in its place; rows weigh the more, the more rows have their label (weights of
+    classes that are to be inverse to their shares), on all ranks or on some; one rank answers
+    rightly far more seldom than all others, or all at once more seldom than these and than it did
+    (it numbers the classes in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
@@ -110,7 +110,7 @@ class CrossEntropy(SoundStepsDetector):
         self._favoured = 0  # looks in a row
         self._opposed: dict[int, int] = {}  # those of each rank, while another one does otherwise
         self._extra, self._logits = ExtraActivation(), LogitsShape()
-        self._ignored, self._own_mean = IgnoredClass(self._looks), OwnMean()
+        self._class_labels, self._own_mean = ClassLabels(self._enough), OwnMean()
         self._right: deque[dict[int, tuple[float, float, float]]] = deque(
             maxlen=self._looks + ANSWERED
         )
@@ -137,7 +137,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_opposed(record),
             self._look_at_answers(record, ranks),
             self._look_at_outputs(record, ranks),
-            self._look_at_ignored(record, ranks),
+            self._look_at_class_labels(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
 
@@ -334,20 +334,17 @@ class CrossEntropy(SoundStepsDetector):
             message = f"at the last {looks} sampled steps {MESSAGES[kind]}"
             yield self._verdict(record, message, {"looks": looks}, "forward")
 
-    def _look_at_ignored(
+    def _look_at_class_labels(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
     ) -> Iterator[Anomaly]:
-        found = self._ignored.take(record, ranks)
-        if found and self._told["ignored"].due(record.step):
-            message = (
-                f"none of {found.rows:.0f} rows that were looked at has had label {found.label}, "
-                f"each other one of {found.classes} classes has come again and again, and "
-                f"{_percent(found.share)} % of the rows have no label: if these are the rows of "
-                "that class, nobody learns it; look whether `ignore_index` is its number, or "
-                "whether its weight is 0"
-            )
+        found = self._class_labels.take(record, ranks)
+        values: dict[str, float] = {}
+        if isinstance(found, Ignored):
             values = {"label": found.label, "ignored": found.share, "classes": found.classes}
-            yield self._verdict(record, message, values, "forward")
+        elif isinstance(found, Few):
+            values = {"came": found.came, "classes": found.classes}
+        if values and self._told["ignored" if "label" in values else "few"].due(record.step):
+            yield self._verdict(record, str(found), values, "forward")
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,

@@ -127,7 +127,11 @@ def quantiles(counts: Counts, values: Values, bins: Bins, q: Sequence[float]) ->
         ValueError: they are none.
     """
     shares = np.asarray(q)
-    if shares.dtype.kind not in "fiu" or shares.ndim != 1 or not ((shares >= 0) & (shares <= 1)).all():
+    if (
+        shares.dtype.kind not in "fiu"
+        or shares.ndim != 1
+        or not ((shares >= 0) & (shares <= 1)).all()
+    ):
         raise ValueError(f"q must be shares from 0 to 1, such as [0.05, 0.5, 0.95], got {q!r:.80}")
     # Zeros are a part of no width between the two halves.
     parts = np.insert(bins, OCTAVES, counts[:, _ZEROS], axis=1)

@@ -46,7 +46,9 @@ def test_the_disk_is_looked_at_while_a_daemon_lingers(
     def read(*_: object) -> dict[str, float]:
         return {"disk_free_bytes": next(free)}
 
-    def look(real: Callable[..., NodeView], attempt: Attempt, dropped: Mapping[str, int]) -> NodeView:
+    def look(
+        real: Callable[..., NodeView], attempt: Attempt, dropped: Mapping[str, int]
+    ) -> NodeView:
         view = real(attempt, dropped)
         if view.finished and view.host["disk_free_bytes"] not in shown:
             shown.append(view.host["disk_free_bytes"])

@@ -596,6 +596,53 @@ def test_rows_without_a_label_are_no_class(
     assert run(CrossEntropy(), [ignoring(s, *seen, **changes) for s in range(60)]) == []
 
 
+@pytest.mark.parametrize(("every", "step"), [(1, 7), (10, 40)])
+@pytest.mark.parametrize("seen", [((0, 1, 4), (0, 1, 4)), ((0, 1, 4), (0, 1, 4), (0, 1))])
+def test_a_few_classes_that_alone_come_are_told_once(
+    every: int, step: int, seen: tuple[tuple[int, ...], ...]
+) -> None:
+    looks = [ignoring(s * every, *seen, classes=10, labelled=1.0) for s in range(40)]
+    (warn,) = run(CrossEntropy(), looks)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", step, None, "forward")
+    assert warn.values == {"came": 3, "classes": 10}
+    assert "of the 10 classes of the output 3 alone have come as labels in" in warn.message
+
+
+@pytest.mark.parametrize(
+    ("seen", "changes"),
+    [
+        ((0, 1, 2), {"classes": 5}),  # more than half of them
+        ((0, 1), {"classes": 4}),  # of few classes two may be rare
+        ((3,), {"classes": 9}),
+        ((0, 1), {"classes": 52, "rows": 16}),  # 16 rows a look: too few for so many, at first
+        ((0, 1), {"classes": 53}),
+        ((0, 1, 12), {"classes": 10}),  # they are not these classes
+        ((0, 1), {"classes": 10, CLASS_LOOKED: 15}),
+        ((0, 1), {"classes": 10, "input_elements": 64}),
+        ((0, 1), {"classes": 10, CLASS_SEEN: math.nan}),
+    ],
+)
+def test_labels_that_may_be_all_there_are_are_not_few(
+    seen: tuple[int, ...], changes: dict[str, float]
+) -> None:
+    looks = [ignoring(s, seen, seen, **{"labelled": 1.0, **changes}) for s in range(16)]
+    assert run(CrossEntropy(), looks) == []
+
+
+def test_of_classes_of_unlike_shares_no_few_are_told() -> None:
+    """One that has come now and then is rare; so may those be that have not come yet."""
+    seldom = [
+        ignoring(s, (0, 1, *([2] if s % 9 == 4 else [])), (0, 1), classes=10, labelled=1.0)
+        for s in range(200)
+    ]
+    found = run(CrossEntropy(), seldom[4:])
+    assert found == []
+    sorted_by_class = [
+        ignoring(s, (s // 20 % 10,), (s // 20 % 10,), classes=10, labelled=1.0) for s in range(60)
+    ]
+    assert [a for a in run(CrossEntropy(), sorted_by_class) if "came" in a.values] == []
+
+
 def test_each_rank_must_have_such_rows_and_all_other_classes_must_have_come_often() -> None:
     def made(labelled: Sequence[float], often: int = 3) -> list[StepRecord]:
         looks = [ignoring(s, (0, 2) if s % 3 < often else (0,), (0,)) for s in range(60)]

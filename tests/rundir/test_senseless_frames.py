@@ -216,7 +216,11 @@ def test_captures_say_which_manifest_is_damaged(captured: Path, tmp_path: Path, 
         log.unlink()
     else:
         log.write_bytes(log.read_bytes()[:-4] + b"oops")
-    for ask in (lambda r: r.captures(), lambda r: r.expired(), lambda r: r.capsules(7, hostile_captures.MODULE)):
+    for ask in (
+        lambda r: r.captures(),
+        lambda r: r.expired(),
+        lambda r: r.capsules(7, hostile_captures.MODULE),
+    ):
         run = open_run(path)
         ask(run)
         assert [lost for lost in run.lost if "captures" in lost.where]

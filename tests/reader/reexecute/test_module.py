@@ -20,7 +20,7 @@ from ddpprobe.reader.captured_steps import not_captured
 from ddpprobe.reader.reexecute import verdict as verdicts
 from ddpprobe.reader.reexecute.call import Outcome, arguments, execute
 from ddpprobe.reader.reexecute.model import build, fill, find
-from ddpprobe.reader.reexecute.module import Which, evidence
+from ddpprobe.reader.reexecute.module import evidence
 from ddpprobe.reader.reexecute.scene import Scene, scene_of, tensor_of
 from ddpprobe.reader.reexecute.verdict import ExecutionVerdict, judge
 from ddpprobe.reader.run import open_run
