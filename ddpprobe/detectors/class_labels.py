@@ -22,10 +22,9 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
-ROWS = 200  # that are looked at, of all ranks and looks
-# How often a label must have come on some rank, and how many rows must have none: one that is as
-# frequent as these does not stay away by chance.
-OFTEN = 20
+# How many rows must have no label, and how unlikely it must be that the class that comes most seldom
+# stayed away: one that is as frequent as either does not do so by chance.
+WITHOUT, BY_CHANCE = 20, 1e-7
 FEWEST, MOST = 0.02, 0.9  # share of the rows of a rank that have no label
 # Numbers that the model is given for a row. A place of a text or a point of an image has fewer: up
 # to four tensors, or channels. Some of these are padding, whose label is often that of a token.
@@ -115,11 +114,11 @@ class ClassLabels:
     def _ignored(self, came: NDArray[np.int64]) -> Ignored | None:
         rows, without = sum(self._rows.values()), sum(self._without.values())
         shares = [self._without[rank] / self._rows[rank] for rank in self._rows]
-        enough = rows >= ROWS and without >= OFTEN
-        label = int(came.argmin())
-        if not enough or not FEWEST <= min(shares) <= max(shares) <= MOST:
+        label, looks = int(came.argmin()), self._looks * len(self._rows)
+        if came[label] or without < WITHOUT or not FEWEST <= min(shares) <= max(shares) <= MOST:
             return None
-        if came[label] or np.delete(came, label).min() < OFTEN:
+        rarest = int(np.delete(came, label).min())
+        if (1 - (rarest + 1) / (looks + 2)) ** looks > BY_CHANCE:  # by the rule of succession
             return None
         return Ignored(label, len(came), rows, without / rows)
 

@@ -357,8 +357,10 @@ class _LabelsSeen:
     """How often each label has come, and since when it has not."""
 
     def __init__(self) -> None:
-        self._looks = 0
-        self._came = np.zeros(LABEL_BITS, np.int64)
+        self._looks = 0  # of all ranks together: each has drawn its own samples
+        self._seen = np.zeros(LABEL_BITS, np.int64)  # of these, those at which each label came
+        self._unseen = np.zeros(LABEL_BITS, np.int64)  # of these, since it came for the last time
+        self._came = np.zeros(LABEL_BITS, np.int64)  # steps at which some rank had it
         self._absent = np.zeros(LABEL_BITS, np.int64)
         self._longest = np.zeros(LABEL_BITS, np.int64)
         self._since = np.zeros(LABEL_BITS, np.int64)
@@ -366,23 +368,28 @@ class _LabelsSeen:
         self._last: deque[NDArray[np.bool_]] = deque(maxlen=REMEMBERED)
         self._unknown: deque[float] = deque(maxlen=REMEMBERED)
 
-    def take(self, step: int, bits: int, fewest: int, unknown: float) -> list[tuple[int, int]]:
+    def take(
+        self, step: int, bits: Sequence[int], fewest: int, unknown: float
+    ) -> list[tuple[int, int]]:
         """Take what the ranks have seen; return (label, since) of those that are gone as of now.
 
         Args:
             step: of the look.
-            bits: one for each label that has come.
-            fewest: looks at which a label must have come.
+            bits: of each rank, one for each label that has come.
+            fewest: steps at which a label must have come.
             unknown: share of the rows of which no label is known.
         """
-        if not bits:
+        if not any(bits):
             return []
-        octets = np.frombuffer(bits.to_bytes(8, "little"), np.uint8)
-        here = np.unpackbits(octets, count=LABEL_BITS, bitorder="little").astype(np.bool_)
+        octets = np.array(bits, "<u8")[:, None].view(np.uint8)
+        seen = np.unpackbits(octets, axis=1, count=LABEL_BITS, bitorder="little").sum(0, np.int64)
+        here = seen > 0
         fresh = ~here & (self._absent == 0)
         self._since[fresh] = step
-        before = self._looks - self._absent  # looks, those at which it came among them
-        self._looks += 1
+        before = self._looks - self._unseen  # looks, those at which it came among them
+        self._looks += len(bits)
+        self._seen += seen
+        self._unseen = np.where(here, 0, self._unseen + len(bits))
         self._came += here
         ended = here & (self._came > 1)  # the first one says nothing of how often it comes
         self._longest = np.where(ended, np.maximum(self._longest, self._absent), self._longest)
@@ -391,9 +398,9 @@ class _LabelsSeen:
         self._last.append(here)
         self._unknown.append(unknown)
         gone = ~here & ~self._told & (self._came >= fewest)
-        gone &= self._absent > LONGER * self._longest
+        gone &= self._absent > np.maximum(LONGER * self._longest, FEWER - 1)
         if gone.any():
-            chance = _of_absence(*(each[gone] for each in (self._came, before, self._absent)))
+            chance = _of_absence(*(each[gone] for each in (self._seen, before, self._unseen)))
             gone[np.flatnonzero(gone)] = chance <= BY_CHANCE
         self._told |= gone
         labels = [int(label) for label in np.flatnonzero(gone)]

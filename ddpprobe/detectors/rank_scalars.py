@@ -49,12 +49,10 @@ def largest(record: StepRecord, name: str) -> float:
     return max(scalars(record, name), default=math.nan)
 
 
-def labels_seen(record: StepRecord) -> int:
-    """Return a bit for each label that some rank has seen, see `CLASS_SEEN`."""
-    bits = 0
-    for seen in scalars(record, CLASS_SEEN):
-        bits |= int(seen) if 0 <= seen < 1 << LABEL_BITS else 0  # NaN is not
-    return bits
+def labels_seen(record: StepRecord) -> list[int]:
+    """Return a bit for each label that a rank has seen, of each rank, see `CLASS_SEEN`."""
+    known = (seen for seen in scalars(record, CLASS_SEEN) if 0 <= seen < 1 << LABEL_BITS)
+    return [int(seen) for seen in known]  # NaN is not
 
 
 def norm_used_by_all(record: StepRecord) -> float | None:

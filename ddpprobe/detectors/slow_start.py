@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from ddpprobe.detectors.learning_rate import SAME
@@ -72,7 +74,7 @@ class SlowStart:
         if not self._looks:
             self._since, self._rate = record.step, rate
         self._looks += 1
-        self._labels |= labels_seen(record)
+        self._labels = reduce(or_, labels_seen(record), self._labels)
         self._losses += loss
         self._rights += sum(right) / len(right)
         return self._judge(record, share, rate)
