@@ -22,8 +22,8 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
-# How many rows must have no label, and how unlikely it must be that the class that comes most seldom
-# stayed away: one that is as frequent as either does not do so by chance.
+# How many rows must have no label, and how unlikely it must be that the class that comes most
+# seldom stayed away: one that is as frequent as either does not do so by chance.
 WITHOUT, BY_CHANCE = 20, 1e-7
 FEWEST, MOST = 0.02, 0.9  # share of the rows of a rank that have no label
 # Numbers that the model is given for a row. A place of a text or a point of an image has fewer: up

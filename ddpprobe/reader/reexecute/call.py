@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,11 +148,19 @@ def _backward(watch: OpWatch, made: Mapping[str, Tensor], scene: Scene, label: s
     ]
     if not pairs:
         return False
-    outputs, gradients = [list(column) for column in zip(*pairs, strict=True)]
+    # What was recorded of an output came to it by all ways, also through another output that is
+    # computed from it (logits and their loss). So it takes the place of whatever arrives there.
+    for output, gradient in pairs:
+        output.register_hook(partial(_instead, gradient))
+    outputs = [output for output, _ in pairs]
     watch.enter_backward(outputs)
     with Contained(f"{label}: the backward"):
-        torch.autograd.backward(outputs, gradients)
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     return True
+
+
+def _instead(recorded: Tensor, _: Tensor) -> Tensor:
+    return recorded
 
 
 @contextlib.contextmanager

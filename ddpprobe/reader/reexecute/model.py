@@ -128,9 +128,13 @@ def fill(module: nn.Module, scene: Scene, device: torch.device, *, double: bool)
         module.to_empty(device=device)
     module.to(device=device, dtype=torch.float64 if double else None)
     notes, left = [], dict(scene.parameters) | dict(scene.buffers)
-    for fqn, own in _named(module, scene.module):
+    both = list(_named(module, scene.module))
+    filled = {id(own) for fqn, own in both if fqn in left}
+    for fqn, own in both:
         state = left.pop(fqn, None)
         if state is None:
+            if id(own) in filled:  # a module that has two names was recorded by one of them
+                continue
             if isinstance(own, nn.Parameter):
                 raise RunError(_unrecorded(fqn, scene))
             notes.append(f"the buffer {fqn} was not recorded: it is as it was built")

@@ -110,7 +110,7 @@ def judge(
     word, why, phase = _forward(scene, now, outputs, bad_before)
     if word in (AGREES, UNCLEAR) and now.went_back:
         then = _backward(scene, now, bad_before)
-        word, why, phase = then or (word, why, phase)
+        word, why, phase = then or _beside(gradients, (word, why, phase))
     notes = _notes(scene, now, word)
     if word == NOT_REPRODUCIBLE and _drew_unknown(scene, now):
         word = UNCLEAR
@@ -195,6 +195,21 @@ def _backward(scene: Scene, now: Outcome, told: Mapping[str, bool | None]) -> An
         return ONLY_NOW, why, BACKWARD
     known = "both gradients are not finite" if was_bad else "a gradient is not finite"
     return REPEATS, known, BACKWARD
+
+
+def _beside(gradients: list[Compared], forward: Answer) -> Answer:
+    """Judge gradients that are finite in both, beside what the forward says."""
+    off = [c for c in gradients if not c.within]
+    if forward[0] != AGREES or not off:
+        return forward
+    one = max(off, key=lambda c: c.largest / max(c.allowed, c.largest * 1e-9))
+    more = f", and {len(off) - 1} more do" if len(off) > 1 else ""
+    why = (
+        f"{forward[1]}, but the gradient of {one.name} differs by up to {one.largest:.3g}, where "
+        f"rounding explains {one.allowed:.3g}{more}: a part of it came by another way (a loss on "
+        "the weights, a second backward), or one of the two is wrong"
+    )
+    return UNCLEAR, why, BACKWARD
 
 
 def _culprit(scene: Scene) -> str:

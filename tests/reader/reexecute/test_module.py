@@ -268,6 +268,58 @@ def test_parameter_gradients_are_compared_where_they_are_this_calls_alone() -> N
     ]  # fmt: skip
 
 
+class _WithLoss(nn.Module):
+    """Logits and the loss that is computed from them, as models of transformers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.up(x)
+        half = (logits * 1e4).half().float()  # overflows at a gradient that is counted twice
+        return {"logits": logits, "half": half, "loss": half.sum() * 4e4}
+
+
+@pytest.mark.parametrize("seen", [("loss",), ("logits", "loss"), ("logits", "half", "loss")])
+def test_the_gradient_of_an_output_holds_what_came_by_another_one(seen: tuple[str, ...]) -> None:
+    torch.manual_seed(1)
+    module, x = _WithLoss(), x_of()
+    made = module(x)
+    for output in made.values():
+        output.retain_grad()
+    made["loss"].backward()
+    scene = replace(
+        recorded(nn.Identity(), x),
+        outputs={leaf: made[leaf].detach() for leaf in seen},
+        grad_outputs={leaf: made[leaf].grad for leaf in seen},
+        parameters={f"mlp.{n}": p.detach().clone() for n, p in module.named_parameters()},
+        gradients={f"mlp.{n}": p.grad for n, p in module.named_parameters()},
+    )
+    found = again(module, scene)
+    assert (found.word, len(found.compared)) == ("agrees", len(seen) + 2)
+    assert all(c.bitwise for c in found.compared)
+
+
+def test_gradients_that_differ_beside_outputs_that_agree_are_no_all_clear() -> None:
+    module = net(torch.tanh)
+    scene = recorded(module, x_of())
+    module(x_of()).sum().backward()
+    gradients = {f"mlp.{n}": 2 * p.grad for n, p in module.named_parameters() if p.grad is not None}
+    found = again(module, replace(scene, gradients=gradients))
+    assert (found.word, found.phase) == ("unclear", "backward")
+    assert found.why.startswith("the output is the recorded one bit for bit, but the gradient of")
+    assert ", and 1 more do: a part of it came by another way" in found.why
+
+
+def test_a_module_that_has_two_names_is_filled_by_the_one_that_was_recorded() -> None:
+    module = net(torch.tanh)
+    module.twin = module.up
+    scene = recorded(module, x_of())
+    assert "mlp.twin.weight" not in scene.parameters
+    assert again(module, scene).word == "agrees"
+
+
 def test_a_module_of_torchs_own_is_named_by_torchs_line() -> None:
     torch.manual_seed(0)
     large = nn.Linear(4, 4)
