@@ -452,7 +452,7 @@ def _join(
     """
     rank, world_size, store = process_group.job()
     joined, checked = join_run(
-        store, process_group.round_name(), rank, world_size, options,
+        store, process_group.topic(), rank, world_size, options,
         partial(_checked, model, options),
     )  # fmt: skip
     topology = checked.topology

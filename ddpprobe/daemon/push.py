@@ -286,9 +286,14 @@ class Pusher:
 
     def _keep_out(self, what: str) -> None:
         where = f"{self._address[1]}:{self._address[2]}"
+        see = "DDPPROBE_TOKEN is the same on both, or on neither"
+        if self._address[0]:
+            see = "DDPPROBE_WEB_CONFIG and the certificates it names are right on both"
+            if self._answered:
+                see += ", and DDPPROBE_TOKEN is the same, if there is one"
         self.not_let_in = (
             f"ddpprobe: the head at {where} {what}: its view of the job lacks this node; see that "
-            "DDPPROBE_WEB_CONFIG and the certificates it names are right on both"
+            f"{see}"
         )
 
     def _refused(self, status: int, told: bytes) -> int:

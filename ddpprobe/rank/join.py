@@ -115,7 +115,7 @@ class Joined:
 
 def join_run(
     store: Store,
-    name: str,
+    topic: str,
     rank: int,
     world_size: int,
     options: InstallOptions,
@@ -130,7 +130,7 @@ def join_run(
         InstallError: some rank refused, on every rank with the same text.
     """
     place = _Place.here(rank)
-    head = Head(place.node_index, place.hostname, options, world_size, attempts.launch_of(name))
+    head = Head(place.node_index, place.hostname, options, world_size, attempts.launch_of(topic))
     own = OwnEnvironment(rank)
     checked: list[Checked] = []
     parts: dict[str, Any] = {}
@@ -143,6 +143,7 @@ def join_run(
         # All names would be much to hear from a thousand ranks: their digest, and them if need be.
         return {**facts, "model": parts[""], "environment": own.digest}
 
+    name = rendezvous.meet(store, topic, rank, world_size)
     opened: list[Joined] = []
     try:
         plan = rendezvous.round_trip(
@@ -274,12 +275,15 @@ def _open(
         own.give_up()
         raise
 
-    def start() -> None:
-        gather = plan["head"].partition("://")[2] if is_head and plan["head"] else None
+    def share_secrets() -> None:
         if head.roster is not None:
             head.roster.write(daemon_file(run, node, roster.ROSTER))
         elif len(plan["nodes"]) > 1:
             roster.keep_secret(daemon_file(run, node, roster.SECRET), place.secret)
+
+    def start() -> None:
+        share_secrets()
+        gather = plan["head"].partition("://")[2] if is_head and plan["head"] else None
         launch.start_daemon(
             run, node, head_url=None if is_head else plan["head"], listen=options.listen,
             gather_listen=gather, linger=None,
@@ -288,9 +292,12 @@ def _open(
     refused = plan["refused"]
     starter = start if leads and options.starts_daemon and not refused else None
     found = starter is not None and launch.daemon_alive(run, node)
-    if starter is not None and not found:
+    if starter is not None:
         try:
-            starter()
+            if found:  # that of the attempt before: it goes on with what the ranks agree on now
+                share_secrets()
+            else:
+                starter()
         except launch.START_ERRORS as error:  # tried again while training goes on
             refused = str(error) or type(error).__name__
         _tell_trouble(run, node)

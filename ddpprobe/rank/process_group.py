@@ -49,9 +49,9 @@ def tell_missing() -> None:
     )
 
 
-def round_name() -> str:
-    """Name this round in the store: the same on all ranks, new for each call and restart."""
+def topic() -> str:
+    """Name this call of `install()` in the store: the same on all ranks, another for each call."""
     global _rounds  # noqa: PLW0603  (the count of them is what all ranks have in common)
     # Rank 0 may have been a job of its own before, which the others know nothing of.
     _rounds += exists()
-    return f"ddpprobe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"
+    return f"ddpprobe/{_rounds}"

@@ -1,8 +1,8 @@
 """How the ranks agree, once, at `install()`: through the job's own store, with no collective.
 
-Two rounds. In each, every rank says its part or its error; rank 0 hears all and answers once for
-everybody. So a mistake on one rank is an error on every rank, before training starts, and a rank
-that never calls `install()` is named instead of waited for.
+They meet under a new name. Then come two rounds: in each, every rank says its part or its error;
+rank 0 hears all and answers once for everybody. So a mistake on one rank is an error on every rank,
+before training starts, and a rank that never calls `install()` is named instead of waited for.
 
 While training goes on nothing may wait for a store: a `StoreChannel` is for words that may come or
 not.
@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, final
 
@@ -21,6 +23,7 @@ from ddpprobe.rank.torch_private import tcp_store
 from ddpprobe.rundir.fuse import logger
 
 TIMEOUT_SECONDS = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2  # seconds between two looks for rank 0
 ANSWER_SECONDS = 2.0  # for a store that answers in 0.1 ms; what training would stand still, once
 
 
@@ -38,6 +41,87 @@ class Store(Protocol):
 
     def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
         """Wait until keys exist."""
+
+
+def meet(
+    store: Store,
+    topic: str,
+    rank: int,
+    world_size: int,
+    timeout: float = TIMEOUT_SECONDS,
+    call: str = "ddpprobe.install()",
+) -> str:
+    """Wait for all ranks; return a name for what they say: the same for all, and new.
+
+    A store may hold what an earlier attempt said, and nothing that a launcher tells its ranks is a
+    number of the attempt that is the same on all nodes (`TORCHELASTIC_RESTART_COUNT` counts the
+    failures of a node). So rank 0 makes the name up. A rank that has found the name of an attempt
+    that is over waits in vain until it finds the new one; an answer that was there before it came
+    is not for it.
+
+    Args:
+        store: shared by all ranks.
+        topic: of the meeting; a key of it holds the name while it lasts.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: seconds to wait for the others.
+        call: what a rank that does not come should have called, for the message.
+
+    Raises:
+        InstallError: some rank did not come.
+    """
+    key = f"{topic}/name"
+    if rank > 0:
+        return _invited(store, key, rank, 1.5 * timeout)
+    name = f"{topic}/{uuid.uuid4().hex}"
+    store.set(key, name)
+    absent = _absent(store, name, world_size, timeout)
+    if absent is None:
+        store.set(key, "")
+        store.set(f"{name}/met", "")
+        return name
+    error = _did_not_come(absent, world_size, call, timeout)
+    store.set(f"{name}/met", error)
+    raise InstallError(error)
+
+
+def _invited(store: Store, key: str, rank: int, timeout: float) -> str:
+    """Return the name under which rank 0 has met this rank, see `meet`."""
+    error = f"rank 0 did not answer within {timeout:.0f} s"
+    name, over, pause, began = "", "", FIRST_PAUSE, time.monotonic()
+    while time.monotonic() - began < timeout:
+        if name and store.check([f"{name}/met"]):
+            if error := store.get(f"{name}/met").decode():
+                raise InstallError(error)
+            return name
+        now = store.get(key).decode() if store.check([key]) else ""
+        if not now or now in (name, over):
+            # Not `wait`: torch prints a warning whenever one ends without the key.
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        elif store.check([f"{now}/met"]):
+            over, error = now, store.get(f"{now}/met").decode()  # of this attempt, or of another
+        else:
+            name = now
+            store.set(f"{name}/here/{rank}", "")
+    raise InstallError(error)
+
+
+def _absent(store: Store, name: str, world_size: int, timeout: float) -> int | None:
+    """Return the first rank that does not come; None if all do."""
+    keys = [f"{name}/here/{rank}" for rank in range(1, world_size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except RuntimeError:  # torch's DistStoreError is one
+        return next((rank for rank, key in enumerate(keys, 1) if not store.check([key])), None)
+    return None
+
+
+def _did_not_come(rank: int, world_size: int, call: str, timeout: float) -> str:
+    return (
+        f"rank {rank} of {world_size} did not call {call} within {timeout:.0f} s. Call it on every "
+        "rank, in the same order."
+    )
 
 
 def round_trip(
@@ -105,10 +189,7 @@ def _answer(
         try:
             _wait(store, f"{name}/{rank}", max(left, 0.1), "")
         except InstallError:
-            return {
-                "error": f"rank {rank} of {world_size} did not call {call} within "
-                f"{timeout:.0f} s. Call it on every rank, in the same order."
-            }
+            return {"error": _did_not_come(rank, world_size, call, timeout)}
         part = json.loads(store.get(f"{name}/{rank}"))
         if "error" in part:
             where = f"rank {rank}: " if world_size > 1 else ""

@@ -35,10 +35,14 @@ import ddpprobe
 run, fate = sys.argv[1:]
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-# torch leaves the addresses of a dead attempt in the agent's store, where the next one finds them.
-store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-store = dist.PrefixStore(f"attempt_{attempt}", store)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+again = Path(run + ".left").exists()
+if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+    dist.init_process_group("gloo")
+else:
+    # torch leaves the addresses of a dead attempt in the agent's store, where the next finds them.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 while attempt == "1" and not Path(run + ".go").exists():  # a restart that takes long
     time.sleep(0.01)
 torch.manual_seed(0)
@@ -48,6 +52,11 @@ optimizer = torch.optim.SGD(model.parameters(), 1e-2)
 while not list(Path(run).glob("daemon/*.json")):  # it is to see what happens
     time.sleep(0.01)
 for step in range(20):
+    if (fate, step) == ("alone", 10) and not again:
+        while rank == 0:  # its launcher ends it, of which no rank has failed: it counts no restart
+            time.sleep(0.01)
+        Path(run + ".left").touch()
+        sys.exit(1)
     if (attempt, rank, step) == ("0", 1, 10):
         if fate == "exits":
             sys.exit(1)
@@ -106,6 +115,44 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
     assert [a["sealed"] for a in found.info()["attempts"]] == [True, True]
     assert (run / "daemon/node_0000.log").read_text().count("Running on") == 1
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_a_restart_on_two_nodes_is_a_second_attempt_of_both_daemons(
+    small: Path, rendezvous: str
+) -> None:
+    """The ranks agree on new secrets; with c10d each node has a restart count of its own."""
+    run, port = small / "run", str(real_job.free_port())
+    env = {"DDPPROBE_LINGER": "1", "DDPPROBE_LISTEN": "127.0.0.1:0"}
+    if rendezvous == "c10d":
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        common = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    else:
+        common = ["--master-addr", "127.0.0.1", "--master-port", port]
+    (small / "run.go").touch()
+    options = ["--nnodes", "2", "--max-restarts", "2", *common]
+    own = [[] if rendezvous == "c10d" else ["--node-rank", str(node)] for node in range(2)]
+    script = [small / "small.py", run, "alone" if rendezvous == "c10d" else "exits"]
+    jobs = [
+        start(script, small / f"node{node}", 1, env, *options, *own[node], fresh=False)
+        for node in range(2)
+    ]
+    try:
+        assert [job.wait(120) for job in jobs] == [0, 0], [
+            (small / f"node{node}/torchrun.out").read_text() for node in range(2)
+        ]
+        assert until(lambda: all(told["sealed"] for told in ddpprobe.open(run).info()["attempts"]))
+    finally:
+        for job in jobs:
+            conftest.end_tree(job)
+    found = ddpprobe.open(run)
+    assert found.attempts() == [0, 1]
+    [page] = [a for a in found.anomalies() if a.level == "page"]
+    assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
+    merged = list(found.records(attempt=1))
+    assert [(r.step, r.ranks, r.missing) for r in merged] == [(n, (0, 1), ()) for n in range(20)]
+    logs = [(run / f"daemon/node_000{node}.log").read_text() for node in range(2)]
+    assert [log for log in logs if "WARNING" in log] == []
 
 
 def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpprobe.errors import InstallError
 from ddpprobe.rank import rendezvous
-from ddpprobe.rank.rendezvous import StoreChannel, round_trip
+from ddpprobe.rank.rendezvous import StoreChannel, meet, round_trip
 from ddpprobe.rank.torch_private import tcp_store
 from tests.forked_script import Script
 
@@ -89,6 +89,60 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     assert set(got) == {0, 2}
     for message in got.values():
         assert "rank 1 of 3 did not call ddpprobe.install()" in message
+
+
+def all_meet(store, world: int = 3, timeout: float = 60.0, *, absent=(), first=()):
+    """Return what each rank met under, or why not; some ranks are there before rank 0 is."""
+    results: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = meet(store, "t", rank, world, timeout)
+        except InstallError as error:
+            results[rank] = str(error)
+
+    threads = {r: threading.Thread(target=run, args=(r,)) for r in range(world) if r not in absent}
+    for rank in (*first, *(r for r in threads if r not in first)):
+        threads[rank].start()
+        if rank in first:
+            threads[rank].join(0.1)
+    for thread in threads.values():
+        thread.join()
+    return results
+
+
+def test_each_meeting_has_a_name_of_its_own() -> None:
+    store, names = dist.HashStore(), set()
+    for _ in range(3):
+        (name,) = set(all_meet(store, first=(2,)).values())
+        names.add(name)
+    assert len(names) == 3
+    assert all_meet(store, world=1).keys() == {0}
+
+
+def test_a_rank_that_finds_the_name_of_an_attempt_that_is_over_meets_under_the_new_one() -> None:
+    """Rank 0 was ended while it waited; its successor comes after the others."""
+    store = dist.HashStore()
+    store.set("t/name", "t/old")
+    got = all_meet(store, first=(1, 2))
+    assert store.check(["t/old/here/1"])
+    assert len(set(got.values())) == 1
+    assert got[0] != "t/old"
+
+
+def test_a_rank_that_does_not_come_to_meet_is_named_on_all_others() -> None:
+    store = dist.HashStore()
+    got = all_meet(store, timeout=0.5, absent=(1,))
+    assert set(got) == {0, 2}
+    for message in got.values():
+        assert "rank 1 of 3 did not call ddpprobe.install() within 0 s" in message
+    late = all_meet(store, timeout=0.5, absent=(0, 2))
+    assert late == {1: got[0]}
+    alone = all_meet(dist.HashStore(), timeout=0.5, absent=(0,))
+    assert set(alone.values()) == {"rank 0 did not answer within 1 s"}
+    again = all_meet(store)  # a rank that comes anew does not take the old answer for its own
+    assert len(set(again.values())) == 1
+    assert again[0].startswith("t/")
 
 
 def test_an_install_error_is_a_value_error_and_a_runtime_error() -> None:

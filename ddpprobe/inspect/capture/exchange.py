@@ -9,7 +9,6 @@ watchdog would end the process.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -46,8 +45,8 @@ class Exchange:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._store = torch_private.default_store()
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._name = f"ddpprobe/capture/{restart}/{_opened}"
+        self._topic = f"ddpprobe/capture/{_opened}"
+        self._name = ""  # once all ranks have met
 
     def open(self, mine: Callable[[], Mapping[str, Any]], check: _Check) -> list[dict[str, Any]]:
         """Agree that the capture begins; return what every rank answers, in rank order.
@@ -146,14 +145,18 @@ class Exchange:
                 f"{call} needs the other ranks, but the process group is gone or this capture "
                 "lost them. Gather before destroy_process_group(); .local() still works."
             )
-        self._rounds += 1
-        name = f"{self._name}/{self._rounds}"
 
         def decide(answers: list[dict[str, Any]]) -> dict[str, Any]:
             check(answers)
             return {"answers": answers}
 
         try:
+            if not self._name:
+                self._name = rendezvous.meet(
+                    self._store, self._topic, self.rank, self.world_size, self._timeout, call
+                )
+            self._rounds += 1
+            name = f"{self._name}/{self._rounds}"
             answer = rendezvous.round_trip(
                 self._store, name, self.rank, self.world_size, mine, decide, self._timeout, call
             )
