@@ -7,7 +7,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Mask, grown
+from ddpprobe.detectors.sites_of_kind import Mask, SitesOfKind, grown
 from ddpprobe.detectors.subtrees import named, named_alike, subtrees
 from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
@@ -25,8 +25,9 @@ class NeverUpdated(SampledDetector):
     front of a norm, or an unused part is none. A gain of 1 in bfloat16, whose steps are less than
     half of what lies between two numbers of the dtype, is told as rounded away once the steps add
     up to one such spacing. A large part of the model that requires a gradient and has never had one
-    is told, too: the graph does not reach it. That nothing of the model was ever changed is a page;
-    of a part of it that alone is observed, a warning.
+    is told, too: the graph does not reach it (but for one of many alike that is not always called,
+    an expert). That nothing of the model was ever changed is a page; of a part of it that alone is
+    observed, a warning.
 
     Args:
         steps: steps for which they must not have moved, from the first look on.
@@ -50,7 +51,9 @@ class NeverUpdated(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
-        self._rows = WeightRows()
+        self._rows, self._outputs = WeightRows(), SitesOfKind("output")
+        self._records = 0
+        self._called = np.zeros(0, np.int64)  # of these, those in which each output came
         self._first = np.zeros((0, 4))  # the row at the first look
         self._since = np.zeros(0, np.int64)  # its step
         self._seen = np.zeros(0, np.int64)  # looks
@@ -72,6 +75,9 @@ class NeverUpdated(SampledDetector):
             return []
         now = self._rows.read(record)
         self._grow(len(now.seen))
+        here = self._outputs.read(record, "numel") > 0
+        self._called = grown(self._called, len(here), 0) + here
+        self._records += 1
         self._follow(now, record.step)
         old = (record.step - self._since >= self._steps) & (self._seen >= self._looks)
         found = self._never & old & ~self._told
@@ -125,9 +131,16 @@ class NeverUpdated(SampledDetector):
         fewest = max(1.0, self._part * len(found))
         if without.sum() < fewest or not self._pulled.any():
             return without & False
-        without &= ~named_alike(self._rows.fqns, self._pulled)  # an expert that is never chosen
+        # One of many alike may be an expert that is never chosen; a layer is called at each step.
+        without &= ~named_alike(self._rows.fqns, self._pulled) | self._is_always_called()
         spare = trained(record) - self._pulled.sum()
         return without & bool(without.sum() >= fewest and spare >= without.sum())
+
+    def _is_always_called(self) -> Mask:
+        """Return the parameters of modules whose outputs came at each look."""
+        always = self._called == self._records
+        modules = {self._outputs.fqns[i] for i in np.flatnonzero(always)}
+        return np.array([fqn.rpartition(".")[0] in modules for fqn in self._rows.fqns], bool)
 
     def _whole_modules(self, found: Mask, seen: Mask) -> Mask:
         """Return those of `found` in whose module nothing has moved, and something would have."""

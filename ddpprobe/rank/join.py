@@ -192,7 +192,7 @@ def _tell_refused(run: RunDir, refused: Mapping[str, str]) -> None:
         )  # fmt: skip
 
 
-def _tell_trouble(run: RunDir, node: str) -> None:
+def _tell_namespace(run: RunDir, node: str) -> None:
     """Say what may end the daemon of this node before its work is done."""
     if trouble := processes.namespace_trouble():
         logger.warning(
@@ -293,20 +293,25 @@ def _open(
     starter = start if leads and options.starts_daemon and not refused else None
     found = starter is not None and launch.daemon_alive(run, node)
     if starter is not None:
-        try:
-            if found:  # that of the attempt before: it goes on with what the ranks agree on now
-                share_secrets()
-            else:
-                starter()
-        except launch.START_ERRORS as error:  # tried again while training goes on
-            refused = str(error) or type(error).__name__
-        _tell_trouble(run, node)
+        # That of the attempt before goes on, with what the ranks agree on now.
+        refused = _trouble(share_secrets if found else starter)
+        if not found:
+            _tell_namespace(run, node)
     processes_here = plan["processes"][str(place.node_index)].items()
     peers = {int(r): Process(*said) for r, said in processes_here if int(r) != rank}
     return Joined(
         run, identity["run_id"], attempt, own, head.lock, starter, node, IntervalChannel(),
         board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused, found=found,
     )  # fmt: skip
+
+
+def _trouble(act: Callable[[], object]) -> str:
+    """Return why a daemon cannot be started or told, "" if it is; training tries again."""
+    try:
+        act()
+    except launch.START_ERRORS as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _has_own_disk(plan: dict[str, Any], place: _Place) -> bool:

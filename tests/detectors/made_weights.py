@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ddpprobe.records.step import Site, StepRecord
@@ -21,9 +21,14 @@ class Made(NamedTuple):
     dtype: str = "float32"
 
 
-def weights(number: int, made: Mapping[str, Made], **changes: object) -> StepRecord:
-    """A sampled step with rows of these parameters, in which all elements are the same."""
-    rows = {}
+def weights(
+    number: int, made: Mapping[str, Made], called: Iterable[str] = (), **changes: object
+) -> StepRecord:
+    """A sampled step with rows of these parameters, in which all elements are the same.
+
+    And outputs of the modules that are called.
+    """
+    rows = {Site(fqn, "output"): {"rms": 1.0} for fqn in called}
     for fqn, one in made.items():
         away = {"tapped": 0, "observed": 0, "numel": 0} if one.change is None else {}
         of = {"param": one.weight, "update": one.change or 0.0, "grad": one.gradient or 0.0}

@@ -114,6 +114,28 @@ def test_what_is_frozen_or_a_small_part_or_one_of_many_alike_is_left_alone() -> 
     assert run(NeverUpdated(), cut_off(8, *experts)) == []
 
 
+@pytest.mark.parametrize("calls", [2, 1, 0], ids=["each time", "seldom", "never"])
+def test_a_layer_of_many_alike_is_told_and_an_expert_that_is_never_chosen_is_not(calls) -> None:
+    """A detach between blocks cuts off those before it, which are called at each step."""
+    names = ("embed.weight", "blocks.0.weight", "blocks.1.weight")
+    none = {name: Made(1.0, 0.0, None) for name in names}
+    records = [
+        weights(
+            s, {"blocks.2.weight": Made(1 + 1e-3 * s), "head.weight": Made(1 + 1e-3 * s)} | none,
+            ["embed", "blocks.2", *(["blocks.0", "blocks.1"] if calls == 2 or calls * s % 9 else [])],
+            scalars={0: {TRAINABLE: 5.0}},
+        )
+        for s in range(200)
+    ]  # fmt: skip
+    found = run(NeverUpdated(), records)
+    if calls == 2:
+        (warn,) = found
+        assert (warn.step, warn.module, warn.values["parameters"]) == (50, "embed", 3)
+        assert "have never had one since step 0, in embed, blocks.0, blocks.1;" in warn.message
+    else:
+        assert found == []
+
+
 def test_what_moves_without_a_gradient_at_any_look_is_left_alone() -> None:
     """A generator whose turn is never in a sampled step."""
     records = [
