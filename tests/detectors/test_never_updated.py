@@ -119,10 +119,11 @@ def test_a_layer_of_many_alike_is_told_and_an_expert_that_is_never_chosen_is_not
     """A detach between blocks cuts off those before it, which are called at each step."""
     names = ("embed.weight", "blocks.0.weight", "blocks.1.weight")
     none = {name: Made(1.0, 0.0, None) for name in names}
+    always = ["embed", "blocks.2"]
     records = [
         weights(
             s, {"blocks.2.weight": Made(1 + 1e-3 * s), "head.weight": Made(1 + 1e-3 * s)} | none,
-            ["embed", "blocks.2", *(["blocks.0", "blocks.1"] if calls == 2 or calls * s % 9 else [])],
+            always + (["blocks.0", "blocks.1"] if calls == 2 or calls * s % 9 else []),
             scalars={0: {TRAINABLE: 5.0}},
         )
         for s in range(200)
