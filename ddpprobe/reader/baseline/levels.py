@@ -78,6 +78,10 @@ _MAY_BE_UNKNOWN = {CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT}
 _SET = {
     FIRST_DECAY, LEARNING_RATE, MOMENT_DECAY, NORM_MOMENTUM, TRAINABLE, TRAINING, WEIGHT_DECAY,
 }  # fmt: skip
+# Of one rank's part of the batch, however large that is.
+_BY_SPLIT = {
+    CLASS_OF_ALL, INPUT_ELEMENTS, INPUT_SPREAD, MICRO_BATCHES, OUTPUT_SPREAD, "output_rms",
+}  # fmt: skip
 _TABLES = 64  # tables of sites that are remembered; a run has a handful
 # What is kept of a number in a stretch: at how many looks it was finite, its sum, and that of its
 # squares; how often it was above zero, and the same sums of its logarithm to the base of 10; at how
@@ -118,7 +122,7 @@ class Quantity(NamedTuple):
     def is_by_split(self) -> bool:
         """Whether it depends on how the batch is split over ranks and micro-batches."""
         if self.site is None:
-            return self.scalar.startswith(NORM_BY_SPLIT) or self.scalar == MICRO_BATCHES
+            return self.scalar.startswith(NORM_BY_SPLIT) or self.scalar in _BY_SPLIT
         return self.site.kind in BY_SPLIT or self.site.placement in ONE_RANKS
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ddpprobe.records.step import Site
 
+BEFORE_ALL = -1  # in the order of a step: what is given to the model
 VALUE, PRESENT = "value", "present"  # of a scalar; of a site that one record has not
 
 
@@ -15,7 +16,8 @@ class Difference:
 
     Attributes:
         step: optimizer step.
-        order: place in the execution order of the step (the first run's); scalars come last.
+        order: place in the execution order of the step (the first run's); scalars come last, but
+            for those of the input, which come first.
         site: where; None for a scalar.
         scalar: its name, "" for a site; `rank`: whose it is, None for the mean over all ranks.
         stat: of `records.STATS`; "value" of a scalar; "present" for a site that is in the records

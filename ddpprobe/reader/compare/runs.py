@@ -15,7 +15,14 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.reader.compare.difference import PRESENT, VALUE, Comparison, Difference, Growth
+from ddpprobe.reader.compare.difference import (
+    BEFORE_ALL,
+    PRESENT,
+    VALUE,
+    Comparison,
+    Difference,
+    Growth,
+)
 from ddpprobe.reader.compare.site_matching import (
     PART_MISSING,
     SiteMatcher,
@@ -46,6 +53,8 @@ from ddpprobe.records.step import (
     INPUT_SPREAD,
     INPUT_ZEROS,
     NORM_VALUES,
+    NUMEL,
+    OBSERVED,
     OUTPUT_SPREAD,
     PULL,
     PULL_REST,
@@ -70,7 +79,12 @@ OF_THE_BATCH = {
     CLASS_WEIGHT, EXTRA_ACTIVATION, INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS,
     INPUT_ZEROS, RECOMPUTED, RECOMPUTED_AT,
 }  # fmt: skip
+# But for the numbers of what was given to the model, if the batch is split alike.
+_OF_THE_INPUT = {INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS, INPUT_ZEROS}
 NORM_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
+# The mean over the ranks is no number of the whole batch.
+_BY_SPLIT = {"output_rms"}
+ONE_NUMBER = "one number for each part of the batch, which was split in another way"
 # Over what a rank holds: everything under DDP, its shards under FSDP.
 _BY_WRAPPER = {"grad_norm", "grad_norm_used", "state_tensors"}
 
@@ -113,6 +127,13 @@ class _Both:
     pairing: SiteMatching
     one: ComparedRows
     two: ComparedRows
+    resplit: bool
+
+    def is_one_number(self) -> NDArray[np.bool_]:
+        """Return which sites are one number for each call, such as a loss, of unlike many calls."""
+        a, b = (x.counts[:, [NUMEL, OBSERVED]].T for x in (self.one, self.two))
+        found: NDArray[np.bool_] = (a[0] == a[1]) & (b[0] == b[1]) & (a[1] != b[1]) & self.resplit
+        return found
 
     def differs(self) -> NDArray[np.bool_]:
         """Return which sites differ in anything at all: most often none do, or all."""
@@ -123,8 +144,10 @@ class _Both:
         return counts | other
 
     def excess(self, tolerance: Tolerance, rows: NDArray[np.intp]) -> Floats:
-        """Return what `Tolerance.excess` says of some of them."""
-        return tolerance.excess(self.one.of(rows), self.two.of(rows), self.pairing.limits.of(rows))
+        """Return what `Tolerance.excess` says of some of them; 0 of what cannot be compared."""
+        found = tolerance.excess(self.one.of(rows), self.two.of(rows), self.pairing.limits.of(rows))
+        found[self.is_one_number()[rows]] = 0.0
+        return found
 
 
 @final
@@ -141,6 +164,7 @@ class _Comparing:
         self._absent: tuple[dict[Site, Difference], dict[Site, Difference]] = ({}, {})
         self._known: tuple[set[Key], set[Key]] = (set(), set())
         self._left: dict[str, dict[Site, None]] = {}  # why -> sites, once at least not compared
+        self._one_number: dict[Site, None] = {}  # the same, for this reason
         self._previous: int | None = None  # the compared step before this one
         self._before: dict[int, int | None] = {}  # a step with something new -> the one before it
         self._since = 0  # compared steps since the first difference
@@ -166,7 +190,11 @@ class _Comparing:
             self._pairing = pairing
             self._meet(pairing, a, b)
         one = ComparedRows(a.counts, a.values).of(pairing.a)
-        both = _Both(a.step, pairing, one, ComparedRows(b.counts, b.values).of(pairing.b))
+        two = ComparedRows(b.counts, b.values).of(pairing.b)
+        both = _Both(a.step, pairing, one, two, resplit)
+        self._one_number.update(
+            (pairing.sites[i], None) for i in np.flatnonzero(both.is_one_number()).tolist()
+        )
         self._compare_sites(both)
         if self._glob == "*":
             self._compare_scalars(pairing, a, b, resplit=resplit)
@@ -186,6 +214,7 @@ class _Comparing:
         never = {
             why: [s for s in sites if s not in self._pairer] for why, sites in self._left.items()
         }
+        never[ONE_NUMBER] = list(self._one_number)
         out.left_out = {why: sites for why, sites in never.items() if sites}
         out.differences = sorted(found.values(), key=lambda p: (p.when, p.scalar, p.rank or 0))
         out.agreed = self._before[out.differences[0].step] if found else out.last
@@ -263,7 +292,8 @@ class _Comparing:
                 continue
             x, y = one[name, rank], two[name, rank]
             excess = self._scalar_excess(x, y, r)
-            difference = Difference(a.step, order, None, name, rank, VALUE, x, y, excess)
+            place = BEFORE_ALL if name in _OF_THE_INPUT or name == DIGEST else order
+            difference = Difference(a.step, place, None, name, rank, VALUE, x, y, excess)
             if excess > 1:
                 self._keep(self._found, (name, rank), difference)
             elif self._is_nearest(excess):
@@ -307,12 +337,15 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
     """Return the scalars of a record by name and rank; means over the ranks if these differ."""
     found: dict[tuple[str, int | None], float] = {("skipped", None): float(record.skipped)}
     for rank, cells in record.scalars.items():
+        # Of two checksums all that can be said is that they are unlike.
+        given = {DIGEST} if INPUT_RMS not in cells else _OF_THE_INPUT
         for name, value in cells.items():
-            if name in OF_THE_BATCH or name.endswith(_TIMES):
+            of_the_batch = name in OF_THE_BATCH and (resplit or name not in given)
+            if of_the_batch or name.endswith(_TIMES):
                 continue
             if not resplit:
                 found[name, rank] = value
-            elif not name.startswith(NORM_BY_SPLIT):
+            elif not name.startswith(NORM_BY_SPLIT) and name not in _BY_SPLIT:
                 mean = _mean(record, name)
                 found |= {} if mean is None else {(name, None): mean}
     return found

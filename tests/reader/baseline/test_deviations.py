@@ -245,6 +245,16 @@ def test_gradients_before_the_reduction_are_left_out_where_the_batch_is_split_ot
         assert [d.quantity.stat for d in found.outside if d.quantity.site] == told
 
 
+def test_what_each_rank_is_given_is_left_out_where_the_batch_is_split_otherwise():
+    def split(rank: int, ranks: int) -> Levels:
+        def bend(_: int, named: dict[str, float]) -> dict[str, float]:
+            return {**named, "micro_batches": 1.0 * ranks, "input_elements": 144.0 / ranks}
+
+        return levels(rank, bend=bend, edges=None if ranks == 1 else split(0, 1).edges)
+
+    assert deviations(split(0, 1), [split(1, 2), split(2, 2)]).outside == []
+
+
 def test_what_only_one_side_has_is_listed_and_not_compared():
     run = levels(0, bend=lambda _, named: {**named, "mine": 1.0})
     others = [

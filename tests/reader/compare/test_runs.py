@@ -285,6 +285,66 @@ def test_a_batch_over_other_ranks_is_compared_after_the_reduction_and_in_the_for
     assert of(Told(steps(range(3))), Told(bent)).differences[0].site == SITES[9]
 
 
+def with_scalars(records: list[StepRecord], **named: Callable[[int, int], float]) -> Told:
+    """Return a run with more scalars, each of (step, rank)."""
+    made = []
+    for each in records:
+        more = {
+            rank: {**cells, **{name: of(each.step, rank) for name, of in named.items()}}
+            for rank, cells in each.scalars.items()
+        }
+        made.append(replace(each, scalars=more))
+    return Told(made)
+
+
+@pytest.mark.parametrize(("by", "where"), [(0.1, "input_mean of rank 1"), (1e-9, "")])
+def test_runs_of_one_split_part_where_other_data_are_given_to_a_rank(by: float, where: str):
+    plain, bent = (steps(range(5), ranks=2) for _ in range(2))
+    for each in bent[3:]:
+        each.values[EXECUTED.index(0)] *= 1.1  # and what comes of it, in the next step
+    a, b = (
+        with_scalars(
+            records, input_rms=lambda n, _: 1.0 + n,
+            input_mean=lambda n, rank, much=much: 0.5 + (much if n >= 2 and rank == 1 else 0),
+            input_digest=lambda n, rank, much=much: 7.0 + n + (n >= 2 and much > 0),
+        )
+        for records, much in ((plain, 0.0), (bent, by))
+    )  # fmt: skip
+    first = of(a, b).differences[0]
+    told = f"{first.scalar} of rank {first.rank}" if first.scalar else ""
+    assert (first.step, told) == ((2, where) if where else (3, ""))
+    other_split = with_scalars(steps(range(5)), input_rms=lambda n, _: 9.0 + n)
+    assert of(a, other_split).differences == []
+
+
+def test_of_what_has_no_other_number_the_checksum_is_compared():
+    a, b = (
+        with_scalars(steps(range(4)), input_digest=lambda n, _, of=of: n + (of if n == 2 else 0.0))
+        for of in (0.0, 1e9)
+    )
+    (only,) = of(a, b).differences
+    assert (only.step, only.scalar, only.rank) == (2, "input_digest", 0)
+
+
+def test_a_number_for_each_part_of_the_batch_is_left_out_where_that_is_split_otherwise():
+    """As the loss that a model returns: one element of each rank."""
+    loss = Site("", "output", "[loss]", dtype="float32")
+    one, two = (steps(range(3), ranks=n, sites=(*SITES, loss)) for n in (1, 4))
+    for records, parts in ((one, 1), (two, 4)):
+        for each in records:
+            each.counts[-1] = [parts, 0, 0, 0, 0, parts, parts]
+    found = of(
+        with_scalars(one, output_rms=lambda *_: 1.0), with_scalars(two, output_rms=lambda *_: 2.0)
+    )
+    assert found.differences == []
+    assert [sites for why, sites in found.left_out.items() if why.startswith("one number")] == [
+        [loss]
+    ]
+    assert all(growth.worst != loss for growth in found.growth)
+    again = [replace(each, values=each.values * 1.5) for each in one]
+    assert loss in [d.site for d in of(Told(one), Told(again)).differences]
+
+
 def test_a_part_of_one_rank_is_no_tensor_to_compare():
     part = tuple(replace(s, placement="partial") for s in SITES[:4])
     same = of(Told(steps(range(2), sites=part)), Told(steps(range(2), sites=part)))
