@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ddpprobe.records.events import JobEvent
 from ddpprobe.rundir import paths, processes, roster, spool, store_url, tmpfs
 from ddpprobe.rundir.orders import OrderReader
 from ddpprobe.rundir.paths import DirectoryLock, RunDir
+from ddpprobe.rundir.roster import Roster
 
 logger = logging.getLogger("ddpprobe")
 
@@ -275,11 +277,9 @@ def _open(
         own.give_up()
         raise
 
-    def share_secrets() -> None:
-        if head.roster is not None:
-            head.roster.write(daemon_file(run, node, roster.ROSTER))
-        elif len(plan["nodes"]) > 1:
-            roster.keep_secret(daemon_file(run, node, roster.SECRET), place.secret)
+    share_secrets = partial(
+        _share_secrets, run, node, head.roster, place.secret if len(plan["nodes"]) > 1 else None
+    )
 
     def start() -> None:
         share_secrets()
@@ -303,6 +303,14 @@ def _open(
         run, identity["run_id"], attempt, own, head.lock, starter, node, IntervalChannel(),
         board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused, found=found,
     )  # fmt: skip
+
+
+def _share_secrets(run: RunDir, node: str, others: Roster | None, secret: str | None) -> None:
+    """Leave the node's daemon what proves who it is: to the head those of all, and its own."""
+    if others is not None:
+        others.write(daemon_file(run, node, roster.ROSTER))
+    elif secret is not None:
+        roster.keep_secret(daemon_file(run, node, roster.SECRET), secret)
 
 
 def _trouble(act: Callable[[], object]) -> str:

@@ -288,4 +288,4 @@ def is_disabled() -> bool:
 
 
 def _matches(fqn: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(fqn, glob) for glob in globs)
+    return fqn in globs or any(fnmatch.fnmatchcase(fqn, glob) for glob in globs)

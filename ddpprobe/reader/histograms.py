@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,9 +58,11 @@ class Histograms:
             below: a power of two, by default 2**-4: of any other number the share is not known.
 
         Raises:
-            ValueError: it is no power of two, or has no bin.
+            UnknownSeries: it is no power of two, or has no bin.
         """
-        share = near_zero(self.counts.reshape(-1, len(COUNTS)), self.bins.reshape(-1, BINS), below)
+        counts, bins = self.counts.reshape(-1, len(COUNTS)), self.bins.reshape(-1, BINS)
+        with _told():
+            share = near_zero(counts, bins, below)
         return np.where(self.known, share.reshape(self.known.shape), np.nan)
 
     def quantiles(self, q: Sequence[float]) -> Floats:
@@ -71,12 +74,11 @@ class Histograms:
             q: shares, each from 0 to 1.
 
         Raises:
-            ValueError: they are none.
+            UnknownSeries: they are none.
         """
-        found = quantiles(
-            self.counts.reshape(-1, len(COUNTS)), self.values.reshape(-1, len(VALUES)),
-            self.bins.reshape(-1, BINS), q,
-        )  # fmt: skip
+        counts, bins = self.counts.reshape(-1, len(COUNTS)), self.bins.reshape(-1, BINS)
+        with _told():
+            found = quantiles(counts, self.values.reshape(-1, len(VALUES)), bins, q)
         return found.reshape(*self.known.shape, len(q))
 
     def plot(self) -> Figure:
@@ -90,6 +92,15 @@ class Histograms:
         with needs("Histograms.plot()", "matplotlib", extra="plot"):
             from ddpprobe.reader.histogram_plot import figure_of  # noqa: PLC0415
         return figure_of(self.sites, self.steps, self.edges, self.bins, self.absent)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Whoever asks a run hears of what it has not by one error."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnknownSeries(str(error)) from None
 
 
 def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> Histograms:

@@ -26,7 +26,7 @@ from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
 from ddpprobe.reader.run_numbers import RunNumbers
-from ddpprobe.reader.selection import check_attempt, check_step, check_text
+from ddpprobe.reader.selection import check_attempt, check_step, check_text, is_whole
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
@@ -113,7 +113,7 @@ class Run(RunNumbers):
 
     def has_rank(self, rank: int, attempt: int) -> bool:
         """Return whether a rank left records in an attempt; cheaper than to look in `ranks`."""
-        return self._merged_reader.has_rank(attempt, rank)
+        return is_whole(rank) and is_whole(attempt) and self._merged_reader.has_rank(attempt, rank)
 
     def sampled_steps(self, attempt: int, rank: int | None = None) -> list[int]:
         """Return the sampled steps of an attempt that are held of a rank (None: of any).

@@ -176,3 +176,10 @@ def test_a_number_that_stands_for_no_end_is_taken() -> None:
     never, always = ddpprobe.Schedule(every=sys.maxsize), ddpprobe.Schedule(dense_until=sys.maxsize)
     later = ddpprobe.Schedule(every=sys.maxsize, ranges=((3, 1 << 70),))
     assert [never.sampled(7), always.sampled(7), later.sampled(7)] == [False, True, True]
+
+
+def test_a_name_with_brackets_is_matched_as_it_is_written() -> None:
+    model = nn.ModuleDict({"odd[0]": nn.Linear(1, 1), "odd0": nn.Linear(1, 1)})
+    chosen = options(include=("odd[0]",), capture=("odd[0]",))
+    chosen.check(model, lambda _: None)
+    assert [name for name in model if chosen.select(name)] == ["odd[0]", "odd0"]  # also as a glob

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,7 @@ def capture(
     watcher = ModuleWatcher(
         targets, sites, outside, inference, inputs=input, grad=grad, every=every
     )
-    kinds = ("output", *(["input"] * input), *(["grad"] * grad))
+    kinds = ("output", *(["input"] if input else []), *(["grad"] if grad else []))
     session = CaptureSession(
         sites, meter, kinds, statistics, lambda: fuse.last_error, watcher.groups, inference
     )
@@ -122,6 +122,7 @@ def capture(
     wrong = partial(
         _refuse_wrong, keep, every, bins, range, compiled, timeout, apply,
         partial(_refuse_what, (*modules, *left_out), to, near_zero),
+        {"paramless": paramless, "input": input, "grad": grad, "copy": copy, "detach": detach},
     )  # fmt: skip
     opening = Opening(targets, watcher, options, wrong, eager=compiled == "eager", timeout=timeout)
     return Capture(session, opening)
@@ -129,10 +130,15 @@ def capture(
 
 def _refuse_wrong(
     keep: object, every: object, bins: object, limits: object, compiled: object, timeout: object,
-    apply: object, first: Callable[[], None],
+    apply: object, first: Callable[[], None], switches: Mapping[str, object],
 ) -> None:  # fmt: skip
     """Complain about arguments; called where an error on one rank becomes one on all."""
     first()
+    for name, given in switches.items():
+        if not isinstance(given, bool):
+            raise ValueError(  # noqa: TRY004  (told to all ranks alike)
+                f"{name} must be True or False, got {given!r:.80}"
+            )
     if keep not in ("last", "all", "stats") and not _whole(keep, 1):
         raise ValueError(f'keep must be "last", "all", "stats" or a number of calls, got {keep!r}')
     if not _whole(every, 1):

@@ -63,6 +63,8 @@ def choose(
         if any(_chooses(s, names[name], module) for s in wanted)
         and not any(_chooses(s, names[name], module) for s in exclude)
         and (paramless or next(module.parameters(recurse=False), None) is not None)
+        # A list of modules is never called; who names it is told so.
+        and (type(module).forward is not nn.Module.forward or {name, module} & {*wanted})
     }
     unmatched = tuple(
         describe(s)
@@ -116,7 +118,7 @@ def _compiled(model: nn.Module, chosen: dict[str, nn.Module]) -> Iterator[str]:
 
 def _chooses(selector: Selector, names: Sequence[str], module: nn.Module) -> bool:
     if isinstance(selector, str):
-        return any(fnmatch.fnmatchcase(name, selector) for name in names)
+        return selector in names or any(fnmatch.fnmatchcase(name, selector) for name in names)
     if isinstance(selector, type):
         return isinstance(module, selector)
     return isinstance(selector, nn.Module) and unwrap(selector) is module

@@ -220,6 +220,23 @@ def test_wrong_arguments_teach(given, says):
         ddpprobe.capture("layers.*")
 
 
+def test_a_list_of_modules_is_no_module_that_runs():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)] * 2), "odd[0]": nn.ReLU()})
+    with ddpprobe.capture(model) as seen:
+        model["odd[0]"](model["blocks"][0](X))
+    assert list(seen) == ["blocks.0", "odd[0]"]
+    assert dict(seen.items()).keys() == {"blocks.0", "odd[0]"}
+    with ddpprobe.capture(model, "odd[0]") as seen:  # its name, and no glob
+        model["odd[0]"](X)
+    assert list(seen) == ["odd[0]"]
+
+
+@pytest.mark.parametrize("switch", ["input", "grad", "paramless", "copy", "detach"])
+def test_a_switch_is_true_or_false(switch: str):
+    with pytest.raises(CaptureError, match=f"{switch} must be True or False, got 'yes'"):
+        ddpprobe.capture(net(), **{switch: "yes"}).open()
+
+
 def test_what_is_not_there_teaches():
     model = net()
     closed = ddpprobe.capture(model)
