@@ -318,7 +318,19 @@ class NodeDaemon:
 
         options = self._options
         server = Server(options.listen, options.gather_listen, self._web)
-        self._address = server.start()
+        try:
+            self._address = server.start()
+        except OSError as error:
+            # No address of this machine: the other nodes, and who scrapes here, are served still.
+            why = error.strerror or str(error)
+            _, _, port = options.listen.rpartition(":")
+            server = Server(f"127.0.0.1:{port}", options.gather_listen, self._web)
+            self._address = server.start()
+            server.warning = (
+                f"ddpprobe: /metrics of {self._node} cannot be served at {options.listen} ({why}), "
+                f"so it is at {self._address}: give an address of this machine in DDPPROBE_LISTEN"
+            )
+            logger.warning("%s", server.warning)
         self._server, self._exposition = server, Exposition()
         self._label = run_label(self._identity()) or self._run.path.name
         server.set_run(self._label)

@@ -153,12 +153,13 @@ class GradAltered(SampledDetector):
         since = self._little.due(record.step)
         if since is None:
             return None
+        was = "all of it" if least[0] >= 1 - CLIPPED else f"{least[0]:.2g} or more"
         message = (
             f"since step {since} the optimizer is given no gradients that are not zero, though the "
             "backward has made some: look whether zero_grad() stands between the two"
             if norm == 0
             else f"since step {since} the optimizer is given {share:.2g} of each gradient, and was "
-            f"given {least[0]:.2g} or more: look at the norm that it is clipped to, and what else "
+            f"given {was} before: look at the norm that it is clipped to, and what else "
             "divides it"
         )
         values = {"share": share, "before": least[0], "since": since}

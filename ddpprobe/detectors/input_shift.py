@@ -1,7 +1,8 @@
-"""`input_shift`: a rank is given other numbers at once, and from then on."""
+"""`input_shift`: a rank is given other numbers at once, or others than all ranks beside it."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -45,8 +46,18 @@ class _Shift(NamedTuple):
     now: float
 
 
+class _Apart(NamedTuple):
+    """The rms that a rank is given, as a median, and that of the others, the next one to it."""
+
+    rank: int
+    own: float
+    others: float
+
+
 class InputShift(SampledDetector):
     """Warns when rms, mean, extremes or zeros of what the model is given move at once, and stay.
+
+    Or when the rms of what one rank is given is another one than that of all ranks beside it.
 
     The data are normalized, clipped, padded, decoded or drawn otherwise. At the last looks one of
     these numbers of a rank lies beyond all that it was before, further than those lie apart, and
@@ -62,6 +73,8 @@ class InputShift(SampledDetector):
         looks: sampled steps, each with another batch, at which it is so.
         least: such steps before them.
         times: how many times further than the numbers before lie apart.
+        ratio: how many times as large as that of any other rank, or as small, an rms is at each of
+            `least` looks, while those of the others lie half as far apart at most.
         quiet_steps: steps without it after which it is told again.
     """
 
@@ -69,9 +82,11 @@ class InputShift(SampledDetector):
     title = "The model is given other numbers"
 
     def __init__(
-        self, *, looks: int = 3, least: int = 10, times: float = 1.0, quiet_steps: int = 1000
-    ) -> None:
-        above_zero(times=times)
+        self, *, looks: int = 3, least: int = 10, times: float = 1.0, ratio: float = 4.0,
+        quiet_steps: int = 1000,
+    ) -> None:  # fmt: skip
+        above_zero(times=times, ratio=ratio)
+        self._far = math.log(ratio)
         at_least(1, looks=looks, least=least)
         at_least(0, quiet_steps=quiet_steps)
         self._looks, self._least, self._times, self._quiet = looks, least, times, quiet_steps
@@ -82,7 +97,7 @@ class InputShift(SampledDetector):
         self._seen: deque[Floats] = deque(maxlen=REMEMBERED + self._looks)  # [ranks, 6] each
         self._steps: deque[int] = deque(maxlen=self._looks)
         self._digests: deque[dict[int, float]] = deque(maxlen=REMEMBERED)
-        self._telling = Telling(self._quiet)
+        self._telling, self._telling_apart = Telling(self._quiet), Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -99,8 +114,11 @@ class InputShift(SampledDetector):
         self._seen.append(now)
         self._steps.append(record.step)
         shift = self._shift()
-        if shift is None or not self._telling.due(record.step):
+        if shift is None:
+            return self._told_apart(record)
+        if not self._telling.due(record.step):
             return []
+        self._telling_apart.due(record.step)  # it is the same thing
         self._seen.clear()  # from now on this is what it is given
         some = shift.ranks if len(shift.ranks) < len(ranks) else ()
         who = f"{ranks_text(some)} {'is' if len(some) == 1 else 'are'}" if some else "the model is"
@@ -119,6 +137,41 @@ class InputShift(SampledDetector):
         return [
             self.anomaly(record, "warn", message, values, rank=alone, phase="forward", kind="input")
         ]
+
+    def _told_apart(self, record: StepRecord) -> list[Anomaly]:
+        apart = self._apart()
+        if apart is None or not self._telling_apart.due(record.step):
+            return []
+        alone = apart.rank if len(self._ranks) > 2 else None  # of two nobody knows which is right
+        others = "the others" if alone is not None else ranks_text([*{*self._ranks} - {apart.rank}])
+        message = (
+            f"rank {apart.rank} is given other numbers than {others}, at each of the last "
+            f"{self._least} sampled steps: their rms is {apart.own:.3g}, beside "
+            f"{apart.others:.3g}; look at what reads, normalizes and decodes the data there"
+        )
+        values = {"rms": apart.own, "others": apart.others}
+        return [
+            self.anomaly(record, "warn", message, values, rank=alone, phase="forward", kind="input")
+        ]
+
+    def _apart(self) -> _Apart | None:
+        """Return the rank whose rms stands apart from that of all others at each look."""
+        if len(self._ranks) < 2 or len(self._seen) < self._least:
+            return None
+        rms = np.stack(list(self._seen)[-self._least :])[..., _RMS]  # [looks, ranks]
+        if not (rms > 0).all():
+            return None
+        logs = np.log(rms)
+        middle = np.median(logs, 0)
+        order = middle.argsort()
+        for sign, own, rest in ((1, order[-1], order[:-1]), (-1, order[0], order[1:])):
+            others = logs[:, rest]
+            gap = sign * (logs[:, [own]] - others)
+            if gap.min() >= self._far and np.ptp(others, 1).max() <= self._far / 2:
+                next_to = rest[-1] if sign > 0 else rest[0]
+                sizes = (float(np.exp(middle[place])) for place in (own, next_to))
+                return _Apart(self._ranks[own], *sizes)
+        return None
 
     def _has_been_seen(self, record: StepRecord) -> bool:
         """Whether all ranks are given what they were at one of the last looks; without digests not.

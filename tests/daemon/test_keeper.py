@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import resource
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,6 +252,33 @@ def test_a_daemon_whose_run_directory_is_deleted_ends_and_does_not_make_it_again
     daemon._announce = partial(look, None)  # type: ignore[method-assign]
     daemon.serve()
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("listen", ["203.0.113.7:0", "no.such.host.invalid:0"])
+def test_an_address_of_no_machine_is_told_and_the_daemon_is_served_here(
+    tmp_path: Path, listen: str
+) -> None:
+    """The gather of the other nodes, which has an address of its own, rests on the same server."""
+    run = Made(tmp_path / "run", ranks=1).whole(6).close(cleanly=False)
+    paths.make_dir(run.daemon_file(NODE, "lock").parent)
+    options = DaemonOptions(run, NODE, listen, wait=1e6, gather_listen="127.0.0.1:0")
+    daemon, said = NodeDaemon(options), list[dict[str, Any]]()
+
+    def look(real: Callable[[], None] = daemon._announce) -> None:
+        real()
+        said.append(json.loads(run.daemon_file(NODE, "json").read_bytes()))
+        daemon.stop()
+
+    daemon._announce = look  # type: ignore[method-assign]
+    daemon.serve()
+    (told,) = said
+    assert told["listen"].startswith("127.0.0.1:")
+    assert told["gather"].startswith("127.0.0.1:")
+    (why,) = re.findall(
+        rf"cannot be served at {re.escape(listen)} \((.+)\), so it is at", told["notices"]["listen"]
+    )
+    assert why
+    assert told["notices"]["listen"].endswith("in DDPPROBE_LISTEN")
 
 
 def test_the_last_words_of_a_log_follow_no_link(tmp_path: Path) -> None:

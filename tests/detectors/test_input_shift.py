@@ -185,3 +185,45 @@ def test_an_extreme_that_never_varied_is_judged_after_many_looks(looks: int, tol
     lower = steady | {INPUT_MAX: 0.9}  # as where the largest of 16 tokens is in none of 64
     steps = [record(s, {0: steady if s < looks else lower}) for s in range(looks + 3)]
     assert bool(run(InputShift(), steps)) is told
+
+
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize("by", [5.0, 0.2])
+def test_a_rank_that_is_given_others_from_the_start_is_told_once(
+    world: int, rank: int, by: float
+) -> None:
+    (warn,) = run(InputShift(), stream(lambda x: by * x, (rank,), world, at=0))
+    assert (warn.level, warn.step, warn.kind) == ("warn", 9, "input")
+    assert warn.rank == (rank if world > 2 else None)
+    (own, others) = (warn.values[name] for name in ("rms", "others"))
+    assert sorted((own, others)) == pytest.approx(sorted((by, 1.0)), rel=0.1)
+    if world > 2:
+        assert f"rank {rank} is given other numbers than the others, at each" in warn.message
+    else:
+        assert "rank 0" in warn.message
+        assert "rank 1" in warn.message
+
+
+def test_a_rank_that_is_given_others_from_some_step_on_is_told_of_that_alone() -> None:
+    (warn,) = run(InputShift(), stream(lambda x: 5 * x, (1,), at=200))
+    assert "since step 200" in warn.message
+
+
+@pytest.mark.parametrize(
+    ("by", "ranks", "world"),
+    [(3.5, (1,), 2), (5.0, (0, 1), 4), (5.0, (0,), 1), (0.0, (1,), 2)],
+    ids=["little", "as many as the others", "alone", "zeros"],
+)
+def test_ranks_that_are_not_apart_are_left_alone(by: float, ranks: tuple[int, ...], world: int):
+    assert run(InputShift(), stream(lambda x: by * x, ranks, world, at=0)) == []
+
+
+def test_ranks_that_take_turns_are_not_apart() -> None:
+    """Texts of any length, whose padding is zero."""
+    records = [
+        record(step, {
+            rank: numbers(drawn(step, rank) * (5 if (step + rank) % 2 else 1)) for rank in (0, 1)
+        })
+        for step in range(100)
+    ]  # fmt: skip
+    assert run(InputShift(), records) == []
