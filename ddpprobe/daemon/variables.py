@@ -5,6 +5,7 @@ A rank's `install()` checks it too, as nobody reads the log of a daemon that has
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -16,6 +17,15 @@ from ddpprobe.rundir import switches
 LISTEN, LINGER, HISTOGRAMS = "DDPPROBE_LISTEN", "DDPPROBE_LINGER", "DDPPROBE_HISTOGRAMS"
 MAX_BYTES, MAX_AGE = "DDPPROBE_MAX_BYTES", "DDPPROBE_MAX_AGE"
 WEB_CONFIG = "DDPPROBE_WEB_CONFIG"  # the path of a `web_config`
+# Those that are read here and elsewhere (`options`, `paths`, `fuse`, `service`).
+PREFIX = "DDPPROBE_"
+KNOWN = (
+    LISTEN, LINGER, HISTOGRAMS, MAX_BYTES, MAX_AGE, WEB_CONFIG,
+    *(PREFIX + name for name in (
+        "BUDGET", "DIR", "DISABLE", "EVERY", "RUN", "SD_DIR", "SERVICE", "STRICT", "TOKEN"
+    )),
+)  # fmt: skip
+LIKE = 0.85  # of difflib: a letter or two
 _BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -39,6 +49,13 @@ def check() -> None:
         quantity(variable)
     if web := os.environ.get(WEB_CONFIG):
         _check_web(Path(web))
+
+
+def misspelt() -> dict[str, str]:
+    """Return the variables of the environment that nobody reads, and what each is nearly called."""
+    strange = (name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN)
+    near = {name: difflib.get_close_matches(name, KNOWN, 1, LIKE) for name in strange}
+    return {name: found[0] for name, found in near.items() if found}
 
 
 def _check_web(path: Path) -> None:

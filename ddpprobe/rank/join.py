@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddpprobe.daemon import launch
+from ddpprobe.daemon import launch, variables
 from ddpprobe.daemon.launch import DaemonKeeper
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.rank import attempts, process_group, record_files, rendezvous, versions
@@ -179,6 +179,8 @@ def join_run(
     _tell_refused(opened[0].run, held["refused"])
     if rank == 0:
         versions.tell_untried()
+        for name, meant in variables.misspelt().items():
+            logger.warning("ddpprobe: nothing reads %s; did you mean %s?", name, meant)
     return opened[0], checked[0]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ddpprobe.daemon import variables
 from ddpprobe.rank import attempts, head, join
 
 FACTS = {"format_version": 1, "hostname": "here"}
@@ -84,3 +86,22 @@ def test_without_torchrun_each_job_has_a_run_of_its_own(restarted: None, monkeyp
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert attempts.launch_of("ddpprobe/0/1") == {}
     assert claim().run.path != first.run.path
+
+
+def test_a_variable_that_is_nearly_one_of_ours_is_told(monkeypatch) -> None:
+    monkeypatch.setenv("DDPPROBE_EVREY", "5")
+    monkeypatch.setenv("DDPPROBE_LISTENS", "x")
+    monkeypatch.setenv("DDPPROBE_OF_MY_SCRIPT", "y")
+    monkeypatch.setenv("DDPPROBE_EVERY", "5")
+    found = variables.misspelt()
+    assert found == {"DDPPROBE_EVREY": "DDPPROBE_EVERY", "DDPPROBE_LISTENS": "DDPPROBE_LISTEN"}
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    package = Path(variables.__file__).parent.parent
+    read = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"\bDDPPROBE_[A-Z_]+\b", file.read_text())
+    }
+    assert read - {variables.PREFIX} <= set(variables.KNOWN)
