@@ -13,6 +13,7 @@ from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.squared_error import squared_error
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
+    CLASS_LABELLED,
     CLASS_RIGHT,
     COPIED,
     PULL,
@@ -33,6 +34,11 @@ MOVES = 0.01
 # A layer begins with outputs of about 1, and moves them by a part of that in a step. What is this
 # far away (rms), and so many times the outputs, is hardly ever come to.
 FAR, FAR_TIMES = 1000.0, 100.0
+
+
+# Share of copies where so many rows have a label. Of a masked text, a sixth has one, and more is
+# copied than of a text to be continued, of which no answer that is a copy is right.
+MOST_COPIED, LABELLED = 0.9, 0.5
 
 
 class _Pull(NamedTuple):
@@ -85,7 +91,9 @@ class TrainingTargets(SoundStepsDetector):
     mean squared error that are thousands, and the outputs about 1, are not normalized.
 
     Args:
-        copied: share of the places at which the answer is the input, from which it is told.
+        copied: share of the places at which the answer is the input, and of those that the loss
+            says are right, from which it is told. Where half of the rows or more have a label, 0.9
+            of the places are enough.
         looks: sampled steps in a row at which it is so.
         far_looks: the same, of targets that are far from all outputs.
         quiet_steps: steps without it after which it is told again.
@@ -123,7 +131,11 @@ class TrainingTargets(SoundStepsDetector):
             return
         # Before it is trained, one whose head is its embedding answers so as well, and wrongly.
         right = scalars(record, CLASS_RIGHT)
-        if not (right and all(share >= self._copied for share in (*shares, *right))):
+        # What the loss ignores (padding, and what looks like it) may be answered in any way.
+        labelled = min(scalars(record, CLASS_LABELLED), default=0.0)
+        copied = MOST_COPIED if labelled >= LABELLED else self._copied
+        told = right and min(right) >= self._copied and min(shares) >= min(copied, self._copied)
+        if not told:
             self._copies = _Streak()
             return
         self._copies.take(record.step, _NO_PULL)

@@ -11,6 +11,7 @@ import pytest
 
 from ddpprobe.detectors.targets import TrainingTargets
 from ddpprobe.records.step import (
+    CLASS_LABELLED,
     CLASS_RIGHT,
     COPIED,
     PULL,
@@ -25,13 +26,20 @@ from tests.detectors.made_records import record, run
 
 
 def texts(
-    *ranks: Sequence[float], every: int = 1, right: float = 1.0, **changes: object
+    *ranks: Sequence[float],
+    every: int = 1,
+    right: float = 1.0,
+    labelled: float = math.nan,
+    **changes: object,
 ) -> list[StepRecord]:
     """A run whose ranks copy these shares of their inputs, and are right by the loss so often."""
     return [
         record(
             i * every,
-            {r: {COPIED: share, CLASS_RIGHT: right} for r, share in enumerate(shares)},
+            {
+                r: {COPIED: share, CLASS_RIGHT: right, CLASS_LABELLED: labelled}
+                for r, share in enumerate(shares)
+            },
             **changes,
         )
         for i, shares in enumerate(zip(*ranks, strict=True))
@@ -83,6 +91,17 @@ def test_a_model_that_answers_with_its_input_is_told_once(every: int) -> None:
 )
 def test_a_model_that_answers_with_less_of_it_is_not(ranks) -> None:
     assert run(TrainingTargets(), texts(*ranks)) == []
+
+
+def test_places_that_the_loss_ignores_may_be_answered_otherwise() -> None:
+    """Padding has the number of a token: what looks like it in a text is ignored, too."""
+    shares = [0.94, 1.0, 0.97] * 20
+    (warn,) = run(TrainingTargets(), texts(shares, labelled=0.6))
+    assert (warn.step, warn.values["copied"]) == (7, 1.0)
+    assert run(TrainingTargets(), texts(shares, labelled=0.15)) == []  # a masked text
+    assert run(TrainingTargets(), texts(shares, labelled=0.6, right=0.95)) == []
+    assert run(TrainingTargets(), texts([0.89, 1.0] * 30, labelled=0.6)) == []
+    assert run(TrainingTargets(copied=0.5), texts([0.6] * 20, labelled=0.6, right=0.6))
 
 
 def test_a_head_that_is_the_embedding_answers_so_before_it_is_trained_and_is_not_told() -> None:
