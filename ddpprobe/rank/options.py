@@ -23,6 +23,7 @@ from ddpprobe.rank.schedule import Schedule, as_schedule, is_step
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe
 from ddpprobe.rank.topology.engine import Engine
+from ddpprobe.rank.topology.naming import clean
 from ddpprobe.rank.topology.refusals import refuse_taken
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir import store_url
@@ -228,13 +229,14 @@ class InstallOptions:
         names = [fqn for fqn, _ in topology.named_modules()]
         every = _names(topology) if self.histograms else []
         return {
-            f"{option} {glob}": f"{option} glob {glob!r} matches no module. {_there_are(names)}"
+            f"{option} {glob}": f"{option} glob {glob!r} matches no module. "
+            f"{_other_name(topology, glob) or _there_are(names)}"
             for option in ("include", "exclude", "capture")
             for glob in getattr(self, option)
             if not any(_matches(name, (glob,)) for name in names)
         } | {
             f"histograms {glob}": f"histograms glob {glob!r} matches no module and no parameter. "
-            f"{_there_are(every)}"
+            f"{_other_name(topology, glob) or _there_are(every)}"
             for glob in self.histograms
             if not any(_matches(name, (glob,)) for name in every)
         }
@@ -255,6 +257,20 @@ def _names(topology: Topology) -> list[str]:
     """Return the FQNs of all modules and parameters."""
     modules = [fqn for fqn, _ in topology.named_modules()]
     return [*modules, *(fqn for fqn, _ in topology.named_parameters())]
+
+
+def _other_name(topology: Topology, glob: str) -> str:
+    """Say under which name something is recorded that a glob means by another one; else ""."""
+    first: dict[int, str] = {}
+    root = topology.root
+    for name, each in (
+        *root.named_modules(remove_duplicate=False),
+        *root.named_parameters(remove_duplicate=False),
+    ):
+        known = first.setdefault(id(each), clean(name))
+        if known != clean(name) and _matches(clean(name), (glob,)):
+            return f"{clean(name)!r} is another name of {known!r}, by which it is recorded"
+    return ""
 
 
 def _there_are(names: Iterable[str]) -> str:

@@ -183,3 +183,18 @@ def test_a_name_with_brackets_is_matched_as_it_is_written() -> None:
     chosen = options(include=("odd[0]",), capture=("odd[0]",))
     chosen.check(model, lambda _: None)
     assert [name for name in model if chosen.select(name)] == ["odd[0]", "odd0"]  # also as a glob
+
+
+@pytest.mark.parametrize(
+    ("option", "glob", "other", "name"),
+    [("include", "b", "b", "a"), ("capture", "b*", "b", "a"),
+     ("histograms", "head.weight", "head.weight", "embed.weight")],
+)  # fmt: skip
+def test_who_means_a_shared_module_by_its_other_name_is_told_the_first(
+    option: str, glob: str, other: str, name: str
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "embed": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    model["b"], model["head"].weight = model["a"], model["embed"].weight
+    told = options(**{option: (glob,)}).check(model, lambda _: None).facts["unmatched"]
+    (text,) = told.values()
+    assert text.endswith(f"'{other}' is another name of '{name}', by which it is recorded")
