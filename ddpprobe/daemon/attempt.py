@@ -306,8 +306,8 @@ class Attempt:
         records = rank.tail.read(RECORDS_PER_LOOK)
         rank.beat = beat or rank.beat
         self._watch(rank)
-        if self.gather is None and rank.tail.facts.meta is not None:
-            self._begin(rank.tail.facts.meta)
+        if self.gather is None and (meta := rank.meta) is not None:
+            self._begin(meta)
         for record in records:
             if self.gather is not None and record.attempt == self.number:
                 self.gather.add(record, now)
@@ -448,7 +448,7 @@ class Attempt:
 
     def _watch(self, rank: LocalRank) -> None:
         """Watch its process as soon as it is known, before anything takes time: it may end."""
-        meta = rank.tail.facts.meta
+        meta = rank.meta
         if meta is None or rank.watched or rank.elsewhere:
             return
         rank.watched = True

@@ -264,7 +264,7 @@ def _is_same(fate: Fate, said: Fate | None) -> bool:
 
 def _is_suspended(rank: LocalRank) -> bool:
     """Whether a process is stopped by a signal (T in proc(5)), not by a debugger (t)."""
-    pid = int((rank.tail.facts.meta or {}).get("pid", 0))
+    pid = int((rank.meta or {}).get("pid", 0))
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.rundir.journal_tail import RankTail
+from ddpprobe.rundir.validate import MAX_RANKS
 
 # A rank that has closed its journal may live on, for whatever its script does then. So long the
 # attempt waits for its exit code; a later one is written down as well, while the daemon is there.
@@ -18,6 +21,10 @@ from ddpprobe.rundir.journal_tail import RankTail
 PATIENCE_SECONDS = 5.0
 LEAVING_SECONDS = 120.0
 FOREIGN_SECONDS = 60.0
+# What a rank must have said of itself; a stranger's file may hold anything.
+_NUMBERS = ("rank", "local_rank", "local_world_size", "world_size", "node_index", "attempt")
+_TEXTS = ("node", "run_id", "hostname")
+_LARGEST_PID = (1 << 31) - 1
 
 
 @dataclass(slots=True)
@@ -88,6 +95,12 @@ class LocalRank:
         return None if self._unread is None else self._unread[1]
 
     @property
+    def meta(self) -> Mapping[str, Any] | None:
+        """What it has said of itself; None as long as that is nothing, or makes no sense."""
+        said = self.tail.facts.meta
+        return said if said is not None and _is_whole(said) else None
+
+    @property
     def ended(self) -> bool:
         """Nothing more will come from it."""
         return self.tail.facts.closed or self.spent
@@ -95,7 +108,7 @@ class LocalRank:
     @property
     def elsewhere(self) -> bool:
         """Whether it seems to live on another machine, whose processes we cannot see."""
-        meta, beat = self.tail.facts.meta, self.beat
+        meta, beat = self.meta, self.beat
         if meta is None or meta["hostname"] == socket.gethostname() or beat is None:
             return False
         return time.time_ns() - beat.time_ns < FOREIGN_SECONDS * 1e9
@@ -111,3 +124,15 @@ class LocalRank:
     def up(self) -> bool | None:
         """Whether its process lives; None if it was never seen alive."""
         return None if not self.seen_alive else self.exit is None
+
+
+def _is_whole(said: Mapping[str, Any]) -> bool:
+    numbers = [said.get(name) for name in _NUMBERS]
+    texts = [said.get(name) for name in _TEXTS]
+    pid, began = said.get("pid"), said.get("pid_start", "")
+    return (
+        all(isinstance(number, int) and 0 <= number <= MAX_RANKS for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(pid, int) and 0 < pid <= _LARGEST_PID
+        and (began is None or isinstance(began, int | float)) and "head" in said
+    )  # fmt: skip

@@ -297,7 +297,7 @@ class NodeDaemon:
 
     def _sample(self, attempt: Attempt) -> None:
         self._watcher.sample()
-        alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}
+        alive = {n: r.meta for n, r in attempt.ranks.items() if r.up}
         pids = {n: int(meta["pid"]) for n, meta in alive.items() if meta is not None}
         self._readings = Readings(
             host.read_host(self._run.path, pids.values()), host.read_ranks(pids)

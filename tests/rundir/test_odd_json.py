@@ -289,6 +289,26 @@ def test_no_verb_and_no_daemon_raises_over_it(model: RunDir, here: Path, seed: i
     shutil.rmtree(path)
 
 
+@pytest.mark.parametrize("key", ["hostname", "pid", "pid_start", "head", "world_size", "node"])
+def test_a_daemon_goes_by_a_rank_that_does_not_say_who_it_is(
+    model: RunDir, here: Path, key: str
+) -> None:
+    run = RunDir(here / "run")
+    shutil.copytree(model.path, run.path)
+    told = 0
+    for path in odd_json.journals(run):
+        data = path.read_bytes()
+        for number, frame in enumerate(framing.iter_frames(data)):
+            head, _ = odd_json.head_of(frame)
+            if frame.type == framing.META and key in head:
+                text = odd_json.changed(head, (key,), odd_json.GONE)
+                payload = odd_json.payload_of(frame, text)
+                path.write_bytes(odd_json.with_frame(data, number, payload))
+                told += 1
+    assert told > 1
+    asked_of_a_daemon(run)
+
+
 def test_a_verdict_of_no_sense_is_kept_as_damage_and_keeps_no_other_out(tmp_path: Path) -> None:
     made = Made(tmp_path, ranks=1).whole(6)  # with one verdict
     said = json.loads(framing.encode_anomaly(replace(ANOMALY, step=5)))
