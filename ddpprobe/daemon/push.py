@@ -28,6 +28,7 @@ BODY_BYTES = 8 << 20
 ANSWER_BYTES = 32 << 20  # all the orders that an attempt can have
 TIMEOUT_SECONDS = 5.0
 ASK_SECONDS = 1.0  # between two questions for orders, if there is nothing to push
+KEPT_OUT_SECONDS = 3.0  # before it is told that the head does not let this node in
 # First, longest. A head that comes back waits 5 s for a step's records: ours must be there by then.
 BACK_OFF_SECONDS = (0.2, 1.0)
 ACCEPTED = (200, 202, 204)
@@ -69,8 +70,8 @@ class Pusher:
     Attributes:
         listen: where this daemon serves its metrics, which the head tells Prometheus; "" as long as
             that is not known.
-        not_let_in: why the head does not let this node in, by its certificate or token, which
-            somebody has to mend; "" as soon as it does.
+        not_let_in: why the head has not let this node in for a while, by its certificate or token,
+            which somebody has to mend; "" as soon as it does.
 
     Raises:
         ValueError: the URL is none.
@@ -85,6 +86,7 @@ class Pusher:
         self._token, self._bearer = token, ""
         self._node = node
         self.listen = self.not_let_in = ""
+        self._kept_out_since: float | None = None  # monotonic
         self._answered = False
         self._refusals: set[int] = set()  # statuses of which the log knows
         self._queue: deque[_Item] = deque()
@@ -253,7 +255,7 @@ class Pusher:
         if answer.status == UNAUTHORIZED:
             self._keep_out(f"answers {answer.status} {answer.reason}")
         else:
-            self.not_let_in = ""
+            self.not_let_in, self._kept_out_since = "", None
         if answer.status in HOPELESS:
             return answer.status, self._refused(answer.status, told)
         if answer.status not in ACCEPTED:
@@ -285,6 +287,11 @@ class Pusher:
         return self._address[0] and hung_up and not self._answered
 
     def _keep_out(self, what: str) -> None:
+        # A job that was started again has new secrets, of which the head may hear a moment later.
+        now = time.monotonic()
+        self._kept_out_since = self._kept_out_since or now
+        if now - self._kept_out_since < KEPT_OUT_SECONDS:
+            return
         where = f"{self._address[1]}:{self._address[2]}"
         see = "DDPPROBE_TOKEN is the same on both, or on neither"
         if self._address[0]:

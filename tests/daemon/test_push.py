@@ -113,3 +113,15 @@ def test_the_head_hears_where_a_node_is_scraped_and_when_it_is_no_more(head, pus
     pusher.push(record(0, 1))
     pusher.close(5.0)
     assert head.listens == ["0.0.0.0:13377", None]
+
+
+def test_who_is_kept_out_for_a_moment_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart a node may have its new secret before the head has heard of it."""
+    own = Pusher("http://127.0.0.1:1", lambda: "token", "node_0001")
+    monkeypatch.setattr(push, "KEPT_OUT_SECONDS", 1e9)
+    own._keep_out("answers 401 ")
+    assert own.not_let_in == ""
+    monkeypatch.setattr(push, "KEPT_OUT_SECONDS", 0.0)
+    own._keep_out("answers 401 ")
+    assert own.not_let_in.endswith("see that DDPPROBE_TOKEN is the same on both, or on neither")
+    own.close(0.0)

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from ddpprobe.cli.main import main
+from ddpprobe.daemon import push
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.server import Server
 from ddpprobe.daemon.variables import parse_address
@@ -370,8 +371,9 @@ def pushed(server: Server, folder: Path, **said: Any) -> Pusher:
 
 
 def test_a_node_gathers_over_mutual_tls_and_one_without_a_certificate_does_not(
-    tmp_path, authority, poll, caplog
+    tmp_path, authority, poll, caplog, monkeypatch
 ) -> None:
+    monkeypatch.setattr(push, "KEPT_OUT_SECONDS", 0.0)
     came: list[str] = []
     with serving(written(tmp_path, {}, **MUTUAL)) as (server, _):
         server.set_gather_handler(lambda node, _: came.append(node) or b"", Shared("token"))

@@ -151,8 +151,11 @@ def test_a_restart_on_two_nodes_is_a_second_attempt_of_both_daemons(
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
     merged = list(found.records(attempt=1))
     assert [(r.step, r.ranks, r.missing) for r in merged] == [(n, (0, 1), ()) for n in range(20)]
-    logs = [(run / f"daemon/node_000{node}.log").read_text() for node in range(2)]
-    assert [log for log in logs if "WARNING" in log] == []
+    # The one may know its new secret a moment before the other does.
+    logs = "".join((run / f"daemon/node_000{node}.log").read_text() for node in range(2))
+    assert logs.count("answers 401") == logs.count("answers again; nothing was dropped")
+    told = "".join((small / f"node{node}/torchrun.out").read_text() for node in range(2))
+    assert "lacks this node" not in told
 
 
 def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small: Path) -> None:
