@@ -149,11 +149,8 @@ def test_a_restart_on_two_nodes_is_a_second_attempt_of_both_daemons(
     assert found.attempts() == [0, 1]
     [page] = [a for a in found.anomalies() if a.level == "page"]
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
-    merged = list(found.records(attempt=1))
+    merged = list(found._merged_reader.daemon_records(1))  # by the head, of what both have told
     assert [(r.step, r.ranks, r.missing) for r in merged] == [(n, (0, 1), ()) for n in range(20)]
-    # The one may know its new secret a moment before the other does.
-    logs = "".join((run / f"daemon/node_000{node}.log").read_text() for node in range(2))
-    assert logs.count("answers 401") == logs.count("answers again; nothing was dropped")
     told = "".join((small / f"node{node}/torchrun.out").read_text() for node in range(2))
     assert "lacks this node" not in told
 
