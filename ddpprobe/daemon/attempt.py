@@ -448,8 +448,7 @@ class Attempt:
 
     def _watch(self, rank: LocalRank) -> None:
         """Watch its process as soon as it is known, before anything takes time: it may end."""
-        meta = rank.meta
-        if meta is None or rank.watched or rank.elsewhere:
+        if rank.watched or (meta := rank.meta) is None or rank.elsewhere:
             return
         rank.watched = True
         key, pid = (self.number, rank.tail.rank), int(meta["pid"])

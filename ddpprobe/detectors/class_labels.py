@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.logits import logits_of
+from ddpprobe.detectors.rank_scalars import looks_with
 from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
@@ -43,6 +44,16 @@ class Ignored(NamedTuple):
     rows: float
     share: float
 
+    @property
+    def kind(self) -> str:
+        """The name of the finding."""
+        return "ignored"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The numbers of a verdict."""
+        return {"label": self.label, "ignored": self.share, "classes": self.classes}
+
     def __str__(self) -> str:
         share = f"{100 * self.share:.2g}"
         return (
@@ -59,6 +70,16 @@ class Few(NamedTuple):
     came: int
     classes: int
     rows: float
+
+    @property
+    def kind(self) -> str:
+        """The name of the finding."""
+        return "few"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The numbers of a verdict."""
+        return {"came": self.came, "classes": self.classes}
 
     def __str__(self) -> str:
         return (
@@ -98,9 +119,8 @@ class ClassLabels:
             self._begin()
         self._first = self._first if self._looks else record.step
         self._looks += 1
+        self._came += looks_with([int(said[CLASS_SEEN]) for said in ranks.values()])
         for rank, said in ranks.items():
-            seen = int(said[CLASS_SEEN])
-            self._came += [seen >> label & 1 for label in range(LABEL_BITS)]
             self._rows[rank] += said[CLASS_LOOKED]
             self._without[rank] += said[CLASS_LOOKED] * (1 - said[CLASS_LABELLED])
         if not self._enough.reached(self._looks, record.step - self._first, differ=False):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.class_labels import ClassLabels, Few, Ignored
+from ddpprobe.detectors.class_labels import ClassLabels
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.extra_activation import ExtraActivation
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
@@ -17,6 +17,7 @@ from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.own_mean import APART, OwnMean
 from ddpprobe.detectors.rank_scalars import (
     labels_seen,
+    looks_with,
     loss_scale_of,
     micro_batches_of,
     scalars,
@@ -338,13 +339,8 @@ class CrossEntropy(SoundStepsDetector):
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
     ) -> Iterator[Anomaly]:
         found = self._class_labels.take(record, ranks)
-        values: dict[str, float] = {}
-        if isinstance(found, Ignored):
-            values = {"label": found.label, "ignored": found.share, "classes": found.classes}
-        elif isinstance(found, Few):
-            values = {"came": found.came, "classes": found.classes}
-        if values and self._told["ignored" if "label" in values else "few"].due(record.step):
-            yield self._verdict(record, str(found), values, "forward")
+        if found is not None and self._told[found.kind].due(record.step):
+            yield self._verdict(record, str(found), found.values, "forward")
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,
@@ -381,8 +377,7 @@ class _LabelsSeen:
         """
         if not any(bits):
             return []
-        octets = np.array(bits, "<u8")[:, None].view(np.uint8)
-        seen = np.unpackbits(octets, axis=1, count=LABEL_BITS, bitorder="little").sum(0, np.int64)
+        seen = looks_with(bits)
         here = seen > 0
         fresh = ~here & (self._absent == 0)
         self._since[fresh] = step

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.records.step import (
     CLASS_SEEN,
@@ -53,6 +57,15 @@ def labels_seen(record: StepRecord) -> list[int]:
     """Return a bit for each label that a rank has seen, of each rank, see `CLASS_SEEN`."""
     known = (seen for seen in scalars(record, CLASS_SEEN) if 0 <= seen < 1 << LABEL_BITS)
     return [int(seen) for seen in known]  # NaN is not
+
+
+def looks_with(bits: Sequence[int]) -> NDArray[np.int64]:
+    """Return at how many of some ranks' looks each label came [LABEL_BITS], see `labels_seen`."""
+    octets = np.array(bits, "<u8")[:, None].view(np.uint8)
+    found: NDArray[np.int64] = np.unpackbits(
+        octets, axis=1, count=LABEL_BITS, bitorder="little"
+    ).sum(0, np.int64)
+    return found
 
 
 def norm_used_by_all(record: StepRecord) -> float | None:

@@ -210,13 +210,13 @@ class CapturedStep:
         Raises:
             TensorError: the module was not captured; the text says which were.
         """
-        if self.event is not None and module not in (there := self.describe().modules):
-            raise TensorError(not_captured(module, self.when[1], there))
         found = []
         for rank, header in (self.event.headers if self.event else {}).items():
             about = header["modules"].get(module)
             if isinstance(about, dict):
                 found += self._capsules_of(rank, header, module, about)
+        if self.event and not found and module not in (there := self.describe().modules):
+            raise TensorError(not_captured(module, self.when[1], there))
         return found
 
     def _capsules_of(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.needs import needs
+from ddpprobe.reader.selection import told_as
 from ddpprobe.reader.series import Floats, Key, Series, is_within, last_of_each, matches
 from ddpprobe.records.histogram import BINS, EDGES, NEAR_ZERO, near_zero, quantiles
 from ddpprobe.records.step import COUNTS, NONFINITE, VALUES, Counts, Site, StepRecord, Values
@@ -61,7 +61,7 @@ class Histograms:
             UnknownSeries: it is no power of two, or has no bin.
         """
         counts, bins = self.counts.reshape(-1, len(COUNTS)), self.bins.reshape(-1, BINS)
-        with _told():
+        with told_as(UnknownSeries, ValueError):
             share = near_zero(counts, bins, below)
         return np.where(self.known, share.reshape(self.known.shape), np.nan)
 
@@ -77,7 +77,7 @@ class Histograms:
             UnknownSeries: they are none.
         """
         counts, bins = self.counts.reshape(-1, len(COUNTS)), self.bins.reshape(-1, BINS)
-        with _told():
+        with told_as(UnknownSeries, ValueError):
             found = quantiles(counts, self.values.reshape(-1, len(VALUES)), bins, q)
         return found.reshape(*self.known.shape, len(q))
 
@@ -92,15 +92,6 @@ class Histograms:
         with needs("Histograms.plot()", "matplotlib", extra="plot"):
             from ddpprobe.reader.histogram_plot import figure_of  # noqa: PLC0415
         return figure_of(self.sites, self.steps, self.edges, self.bins, self.absent)
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Whoever asks a run hears of what it has not by one error."""
-    try:
-        yield
-    except ValueError as error:
-        raise UnknownSeries(str(error)) from None
 
 
 def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> Histograms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
 from ddpprobe.reader.run_numbers import RunNumbers
-from ddpprobe.reader.selection import check_attempt, check_step, check_text, is_whole
+from ddpprobe.reader.selection import check_attempt, check_step, check_text, is_whole, told_as
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
@@ -223,10 +222,8 @@ class Run(RunNumbers):
             RunError: there is no such detector or setting, or no such value.
         """
         if settings is not None:
-            try:
+            with told_as(RunError, ValueError):
                 settings = chosen(settings, None)
-            except ValueError as error:
-                raise RunError(str(error)) from None
         found: list[Anomaly] = []
         for attempt in self._merged_reader.attempts():
             here = run_detectors(self._merged_reader, attempt, settings, advance)
@@ -274,7 +271,7 @@ class Run(RunNumbers):
             TensorError: it was not captured, or has expired, or there is no such attempt; the text
                 says what is there.
         """
-        with _told_of_tensors():
+        with told_as(TensorError, UnknownSeries):
             check_text("site", site, "layers.0.attn:output")
         found = self._captured_step(step, attempt)
         return found.tensor(found.find(site, micro, call))
@@ -286,7 +283,7 @@ class Run(RunNumbers):
             TensorError: the step or the module was not captured, or it has expired, or there is no
                 such attempt; the text says what was.
         """
-        with _told_of_tensors():
+        with told_as(TensorError, UnknownSeries):
             check_text("module", module, "layers.0.attn")
         return self._captured_step(step, attempt).capsules(module)
 
@@ -302,27 +299,18 @@ class Run(RunNumbers):
 
     def _captured(self, attempt: int | None) -> list[int]:
         known = captured_attempts(self._merged_reader.run, self.attempts())
-        with _told_of_tensors():
+        with told_as(TensorError, UnknownSeries):
             check_attempt(attempt, known)
         return known if attempt is None else [attempt]
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
-        with _told_of_tensors():
+        with told_as(TensorError, UnknownSeries):
             check_step("step", step)
         fetch_captured(self.path, step)
         self._lose_expiry(attempt)
         found = captured_step(self._merged_reader.run, self._captured(attempt), step)
         self._merged_reader.lose(*found.lost)
         return found
-
-
-@contextlib.contextmanager
-def _told_of_tensors() -> Iterator[None]:
-    """Whoever asks for tensors hears of all that is wrong by one error."""
-    try:
-        yield
-    except UnknownSeries as error:
-        raise TensorError(str(error)) from None
 
 
 def open_run(

@@ -116,10 +116,10 @@ class RunNumbers:
         reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
         found = read_series(reader, attempts, site_glob, stat, rank, steps)
         if not found.sites:
-            self._known(attempts, rank, site_glob)
+            self._check_glob(attempts, rank, site_glob)
         return found
 
-    def _known(self, attempts: list[int], rank: int | None, glob: str) -> None:
+    def _check_glob(self, attempts: list[int], rank: int | None, glob: str) -> None:
         """Raise UnknownSeries if there are sites, and a glob matches none of them."""
         known = known_sites(self._merged_reader, attempts, rank)
         if known and not any(matches(site, glob) for site in known.values()):
@@ -143,7 +143,7 @@ class RunNumbers:
         attempts = self._asked(rank, attempt, steps)
         found = read_histograms(self._records(attempts, rank, -1), site_glob, steps)
         if not found.sites:
-            self._known(attempts, rank, site_glob)
+            self._check_glob(attempts, rank, site_glob)
         return found
 
     def scalars(

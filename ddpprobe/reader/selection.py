@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddpprobe.errors import UnknownSeries
+from ddpprobe.errors import Error, UnknownSeries
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.series import is_within
 from ddpprobe.records.rank_names import numbers_text
 from ddpprobe.records.step import StepRecord
 
 EVERY_RANK = -1
+
+
+@contextlib.contextmanager
+def told_as(kind: type[Error], told: type[Exception]) -> Iterator[None]:
+    """Let who asks hear of all that is wrong by one error: of `kind`, in place of `told`."""
+    try:
+        yield
+    except told as error:
+        raise kind(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,12 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.reader.compare.runs import MICRO_BATCHES, NORM_BY_SPLIT, OF_THE_BATCH
+from ddpprobe.reader.compare.runs import (
+    MEAN_BY_SPLIT,
+    MICRO_BATCHES,
+    NORM_BY_SPLIT,
+    OF_THE_BATCH,
+)
 from ddpprobe.reader.compare.site_matching import BY_SPLIT, ONE_RANKS
 from ddpprobe.reader.series import matches
 from ddpprobe.records.identity_cache import IdentityCache
@@ -80,7 +85,7 @@ _SET = {
 }  # fmt: skip
 # Of one rank's part of the batch, however large that is.
 _BY_SPLIT = {
-    CLASS_OF_ALL, INPUT_ELEMENTS, INPUT_SPREAD, MICRO_BATCHES, OUTPUT_SPREAD, "output_rms",
+    CLASS_OF_ALL, INPUT_ELEMENTS, INPUT_SPREAD, MICRO_BATCHES, OUTPUT_SPREAD, *MEAN_BY_SPLIT,
 }  # fmt: skip
 _TABLES = 64  # tables of sites that are remembered; a run has a handful
 # What is kept of a number in a stretch: at how many looks it was finite, its sum, and that of its

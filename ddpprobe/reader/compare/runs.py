@@ -83,7 +83,7 @@ OF_THE_BATCH = {
 _OF_THE_INPUT = {INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS, INPUT_ZEROS}
 NORM_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 # The mean over the ranks is no number of the whole batch.
-_BY_SPLIT = {"output_rms"}
+MEAN_BY_SPLIT = {"output_rms"}
 ONE_NUMBER = "one number for each part of the batch, which was split in another way"
 # Over what a rank holds: everything under DDP, its shards under FSDP.
 _BY_WRAPPER = {"grad_norm", "grad_norm_used", "state_tensors"}
@@ -127,13 +127,7 @@ class _Both:
     pairing: SiteMatching
     one: ComparedRows
     two: ComparedRows
-    resplit: bool
-
-    def is_one_number(self) -> NDArray[np.bool_]:
-        """Return which sites are one number for each call, such as a loss, of unlike many calls."""
-        a, b = (x.counts[:, [NUMEL, OBSERVED]].T for x in (self.one, self.two))
-        found: NDArray[np.bool_] = (a[0] == a[1]) & (b[0] == b[1]) & (a[1] != b[1]) & self.resplit
-        return found
+    left_out: NDArray[np.bool_] | None  # see `_is_one_number`; None: nothing is
 
     def differs(self) -> NDArray[np.bool_]:
         """Return which sites differ in anything at all: most often none do, or all."""
@@ -146,7 +140,8 @@ class _Both:
     def excess(self, tolerance: Tolerance, rows: NDArray[np.intp]) -> Floats:
         """Return what `Tolerance.excess` says of some of them; 0 of what cannot be compared."""
         found = tolerance.excess(self.one.of(rows), self.two.of(rows), self.pairing.limits.of(rows))
-        found[self.is_one_number()[rows]] = 0.0
+        if self.left_out is not None:
+            found[self.left_out[rows]] = 0.0
         return found
 
 
@@ -191,10 +186,10 @@ class _Comparing:
             self._meet(pairing, a, b)
         one = ComparedRows(a.counts, a.values).of(pairing.a)
         two = ComparedRows(b.counts, b.values).of(pairing.b)
-        both = _Both(a.step, pairing, one, two, resplit)
-        self._one_number.update(
-            (pairing.sites[i], None) for i in np.flatnonzero(both.is_one_number()).tolist()
-        )
+        both = _Both(a.step, pairing, one, two, _is_one_number(one, two) if resplit else None)
+        if both.left_out is not None:
+            numbers = np.flatnonzero(both.left_out).tolist()
+            self._one_number.update((pairing.sites[i], None) for i in numbers)
         self._compare_sites(both)
         if self._glob == "*":
             self._compare_scalars(pairing, a, b, resplit=resplit)
@@ -327,6 +322,13 @@ class _Comparing:
         )  # fmt: skip
 
 
+def _is_one_number(one: ComparedRows, two: ComparedRows) -> NDArray[np.bool_]:
+    """Return which sites are one number for each call, such as a loss, of unlike many calls."""
+    a, b = (rows.counts[:, [NUMEL, OBSERVED]].T for rows in (one, two))
+    found: NDArray[np.bool_] = (a[0] == a[1]) & (b[0] == b[1]) & (a[1] != b[1])
+    return found
+
+
 def _split(record: StepRecord) -> tuple[object, ...]:
     """Return how the batch of a step was split: over which ranks, in how many micro-batches."""
     ranks = sorted((*record.ranks, *record.missing))
@@ -345,7 +347,7 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
                 continue
             if not resplit:
                 found[name, rank] = value
-            elif not name.startswith(NORM_BY_SPLIT) and name not in _BY_SPLIT:
+            elif not name.startswith(NORM_BY_SPLIT) and name not in MEAN_BY_SPLIT:
                 mean = _mean(record, name)
                 found |= {} if mean is None else {(name, None): mean}
     return found
