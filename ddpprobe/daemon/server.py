@@ -47,6 +47,9 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 logger = logging.getLogger("ddpprobe.http")
+# The library says "http" of each listener: TLS is spoken below it.
+_http_errors = logger.getChild("errors")
+_http_errors.setLevel(logging.WARNING)
 
 _OPEN = (
     "ddpprobe: /metrics is served at %s to whoever reaches that port, %s; it names modules and "
@@ -150,6 +153,8 @@ class Server:
             target=self._run, args=(binds,), name="ddpprobe-http", daemon=True
         )
         self._thread.start()
+        for served in filter(None, (address, self.gather_address)):
+            logger.info("serving %s://%s", self.scheme, served)
         return address
 
     def _open_doors(self) -> str:
@@ -213,8 +218,7 @@ class Server:
         config.keep_alive_timeout = KEEP_ALIVE_SECONDS
         config.keep_alive_max_requests = 0  # an answer closes its connection
         config.include_server_header = False
-        config.errorlog = logger
-        config.loglevel = "WARNING"
+        config.errorlog = _http_errors
         # With a bounded queue the library waits for ever on a body that was refused unread.
         config.max_app_queue_size = 0
         app: Any = self._app

@@ -92,9 +92,14 @@ def ask(
         return answer.status, answer.read(), answer.headers
 
 
-def test_a_client_that_trusts_the_certificate_reads_and_no_other(tmp_path, authority) -> None:
+def test_a_client_that_trusts_the_certificate_reads_and_no_other(
+    tmp_path, authority, caplog
+) -> None:
     stranger = Authority(tmp_path, "stranger")
+    caplog.set_level("INFO", "ddpprobe.http")
     with serving(written(tmp_path, {}, **TLS)) as (server, address):
+        served = [said for said in caplog.messages if said.startswith("serving")]
+        assert served == [f"serving https://{one}" for one in (address, server.gather_address)]
         assert server.scheme == "https"
         assert ask(address, context(authority))[:2] == (200, PAGE)
         for wrong in (context(stranger), context(None)):
@@ -105,6 +110,7 @@ def test_a_client_that_trusts_the_certificate_reads_and_no_other(tmp_path, autho
         assert ask(address, context(authority))[0] == 200
         _, targets, _ = ask(address, context(authority), "/sd")
         assert json.loads(targets)[0]["labels"] == {"__scheme__": "https"}
+    assert "http://" not in caplog.text
 
 
 def test_a_protocol_before_tls_1_2_is_not_spoken(tmp_path, authority) -> None:

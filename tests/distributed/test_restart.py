@@ -114,7 +114,7 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
     [page] = [a for a in found.anomalies() if a.level == "page"]
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
     assert [a["sealed"] for a in found.info()["attempts"]] == [True, True]
-    assert (run / "daemon/node_0000.log").read_text().count("Running on") == 1
+    assert (run / "daemon/node_0000.log").read_text().count("serving http://") == 1
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
