@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, final
 
-from ddpprobe.errors import UnknownName
+from ddpprobe.errors import CaptureError, UnknownName
 from ddpprobe.inspect.capture import plots
 from ddpprobe.inspect.capture.gathering import merge_ranks
 from ddpprobe.inspect.capture.series import StatsTable
 from ddpprobe.inspect.capture.session import CaptureSession, nothing
+from ddpprobe.inspect.capture.sites import KINDS
 from ddpprobe.inspect.capture.targets import close_names
 from ddpprobe.inspect.capture.tensors import CapturedTensor
 
@@ -191,6 +192,10 @@ class Capture(Mapping[str, CapturedModule]):
         Args:
             kind: input, output or grad.
             local: only of this rank's parts; otherwise call it on all ranks.
+
+        Raises:
+            CaptureError: there is no such kind, nothing of it was captured, or matplotlib is not
+                installed.
         """
         return plots.histogram_grid(self._histories(kind, local=local))
 
@@ -200,10 +205,16 @@ class Capture(Mapping[str, CapturedModule]):
         Args:
             kind: input, output or grad.
             local: only of this rank's parts; otherwise call it on all ranks.
+
+        Raises:
+            CaptureError: there is no such kind, nothing of it was captured, or matplotlib is not
+                installed.
         """
         return plots.statistics_lines(self._histories(kind, local=local))
 
     def _histories(self, kind: str, *, local: bool) -> dict[str, list[Any]]:
+        if kind not in KINDS:
+            raise CaptureError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         session = self._session
 
         def mine() -> list[Any]:

@@ -565,6 +565,9 @@ def test_the_plots_show_every_call(tmp_path):
     for figure in (both.plot_hist(), both.plot_stats()):
         figure.savefig(tmp_path / "figure.png")
     mpl.pyplot.close("all")
+    for draw in (both.plot_hist, both.plot_stats):
+        with pytest.raises(CaptureError, match="one of input, output, grad, got 'outp'"):
+            draw("outp")
 
 
 def test_without_matplotlib_the_plots_say_what_to_install(tmp_path):
