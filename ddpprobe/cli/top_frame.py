@@ -89,7 +89,7 @@ def _title(now: LiveView) -> str:
     known = [r.step for r in now.ranks if r.step is not None]
     steps = f"step {max(known)}" if known else "no step yet"
     norm = "" if now.grad_norm is None else f" · grad norm {_number(now.grad_norm)}"
-    sampled = "" if now.sampled_step is None else f" · sampled {now.sampled_step}"
+    sampled = "" if now.sampled_step is None else f" · last sampled {now.sampled_step}"
     late = sum(r.state == "late" for r in now.ranks)
     state = f"{now.state}, {late} late" if late else now.state
     ranks = f"{now.world_size} rank{'' if now.world_size == 1 else 's'}"
