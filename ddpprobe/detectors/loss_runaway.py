@@ -98,7 +98,7 @@ class LossRunaway(LossDetector):
             self._loss.over |= self._firsts[0][1] < ZERO * loss
         if self._loss.over:
             return None
-        ran_away = self._ran_away(record, step, self._mean.add(loss, step))
+        ran_away = self._ran_away(record, step, loss, self._mean.add(loss, step))
         return ran_away or self._grew(record, step, loss)
 
     def _began(self) -> float:
@@ -123,18 +123,24 @@ class LossRunaway(LossDetector):
         values = {"loss": mean, "first": began, "ratio": mean / began}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
-    def _ran_away(self, record: StepRecord, step: int, mean: float) -> Anomaly | None:
+    def _ran_away(
+        self, record: StepRecord, step: int, loss: float, mean: float
+    ) -> Anomaly | None:
         self._seen += 1
         if self._seen <= self._least:
             return None
         if mean < self._best:
             self._best, self._told = mean, False
             self._best_elements = self._elements.mean
-        far = self._ratio * self._best * self._grown(self._best_elements)
         began, grown = self._began(), self._grown(self._first_elements)
+        far = max(
+            self._ratio * self._best * self._grown(self._best_elements),
+            self._small * self._loss.first * grown,
+        )
         learned = self._best < self._learned * began
-        away = self._far.add(mean > max(far, self._small * self._loss.first * grown), step)
-        back = self._back.add(learned and mean >= self._chance * began * grown, step)
+        first = self._chance * began * grown
+        away = self._far.add(mean > far, loss > far, step)
+        back = self._back.add(learned and mean >= first, loss >= first, step)
         lasting = [since for since in (away, back) if since is not None]
         if self._told or not lasting:
             return None
@@ -153,7 +159,10 @@ class LossRunaway(LossDetector):
 
 
 class _Lasting:
-    """Since when something holds, once it has held for long.
+    """Since when something holds of the running mean, once it has held for long.
+
+    One enormous loss stays in the mean for a while. So half of the losses must be as far
+    themselves, and it is over when none has been for as long.
 
     Args:
         steps: that is so many steps,
@@ -162,18 +171,36 @@ class _Lasting:
 
     def __init__(self, steps: int, losses: int) -> None:
         self._steps, self._losses = steps, losses
-        self._since: int | None = None
-        self._held = 0  # losses in a row
+        self._end()
 
-    def add(self, holds: bool, step: int) -> int | None:  # noqa: FBT001  (of the next loss)
-        """Take the next loss; return the step since which it holds, None if not for long."""
-        if not holds:
-            self._since, self._held = None, 0
+    def _end(self) -> None:
+        self._since: int | None = None
+        self._held = self._far = 0  # losses since then; of these, those that are far themselves
+        self._last, self._near = 0, 0  # step of the last of those; losses after it
+
+    def add(self, holds: bool, far: bool, step: int) -> int | None:  # noqa: FBT001
+        """Take the next loss; return the step since which it holds, None if not for long.
+
+        Args:
+            holds: of the running mean, with this loss.
+            far: it holds of this loss.
+            step: of the loss.
+        """
+        self._last, self._near = (step, 0) if far else (self._last, self._near + 1)
+        if not holds or self._is_long(step - self._last, self._near):
+            self._end()
             return None
-        self._since = step if self._since is None else self._since
+        if self._since is None:
+            if not far:
+                return None
+            self._since = step
         self._held += 1
-        long = self._held >= self._losses and step - self._since >= self._steps
-        return self._since if long else None
+        self._far += far
+        long = self._is_long(step - self._since, self._held)
+        return self._since if long and 2 * self._far >= self._held else None
+
+    def _is_long(self, steps: int, losses: int) -> bool:
+        return losses >= self._losses and steps >= self._steps
 
 
 class _RunningMean:

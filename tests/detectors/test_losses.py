@@ -157,6 +157,16 @@ def test_a_loss_that_is_not_quite_back_or_not_for_long_has_not(
     assert run(LossRunaway(), to_the_start(best, end, steps)) == []
 
 
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("loss", [30.0, 1e3, 1e7])
+def test_one_enormous_loss_that_stays_in_the_mean_is_no_runaway(loss: float, every: int) -> None:
+    stream = falling(200, every) + [step(200, loss)]
+    stream += [step(s, 0.2) for s in range(200 + every, 400, every)]
+    assert run(LossRunaway(), stream) == []
+    stream += [step(s, loss) for s in range(400, 500, every)]
+    assert len(run(LossRunaway(), stream)) == 1
+
+
 def test_at_an_interval_of_ten_a_runaway_takes_three_sampled_steps() -> None:
     stream = falling(200, 10) + [step(s, 3.0) for s in range(200, 300, 10)]
     (warn,) = run(LossRunaway(), stream)
