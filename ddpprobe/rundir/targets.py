@@ -55,8 +55,9 @@ def address_for_others(listen: str) -> tuple[str, bool]:
 def labels_of(run: str | None, scheme: str) -> dict[str, str]:
     """Return the labels of a target; None: which run it is is not known yet.
 
-    Its run is asked for in the URL as well: after the end of a run its port may be another's
-    before Prometheus has read that the target is gone, and that daemon refuses what is not its own.
+    Its run is asked for in the URL as well. After the end of a run its port may be another's, whose
+    daemon refuses what is not its own: a job that was killed with its daemon is missed all the same
+    when the next one has its port.
     """
     labels = {"run": run, f"__param_{RUN_PARAMETER}": run} if run is not None else {}
     return labels | ({"__scheme__": scheme} if scheme != "http" else {})
@@ -114,7 +115,7 @@ class TargetFile:
     def __init__(
         self, directory: Path, run: str, node: str, listen: str, scheme: str = "http"
     ) -> None:
-        self._directory, self._listen = directory, listen
+        self._directory = directory
         target, local = address_for_others(listen)
         name = _name(run, node)
         self.path = directory / _file_part(_hostname()) / name if local else directory / name
@@ -150,7 +151,6 @@ class TargetFile:
             _make(self._directory)
             self.path.parent.mkdir(exist_ok=True)
             prune(self._directory)
-            self._displace()
         elif self._is_there():
             os.utime(self.path, follow_symlinks=False)
             return
@@ -165,20 +165,6 @@ class TargetFile:
         except OSError:
             return False
         return found == self._text.encode()
-
-    def _displace(self) -> None:
-        """Delete what a killed daemon left that had this daemon's port, or another run has it.
-
-        One that lives after all, at another address of the machine, makes its file anew.
-        """
-        port = self._listen.rpartition(":")[2]
-        target, _ = address_for_others(self._listen)
-        for path in _files(self._directory):
-            there = _target_in(path)
-            local = path.parent != self._directory
-            if there == target or (local and there.rpartition(":")[2] == port):
-                with contextlib.suppress(OSError):
-                    path.unlink()
 
 
 def _make(directory: Path) -> None:
@@ -214,14 +200,6 @@ def _places(directory: Path, run: str, node: str) -> tuple[Path, Path]:
 
 def _name(run: str, node: str) -> str:
     return f"ddpprobe-{_file_part(run)}.{node}.{_file_part(_hostname())}.json"
-
-
-def _target_in(path: Path) -> str:
-    try:
-        said = safe_read.parse(safe_read.read_regular(path.parent, path.name, MAX_BYTES))
-        return str(said[0]["targets"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
 
 
 def _hostname() -> str:

@@ -62,15 +62,11 @@ def test_another_machine_that_shares_the_directory_does_not_take_a_loopback_addr
     assert said(tmp_path) == [(f"{HOST}:13378", "open")]
 
 
-def test_who_takes_the_port_of_a_killed_daemon_takes_its_place(tmp_path) -> None:
-    killed = TargetFile(tmp_path, "old", "node_0000", "127.0.0.1:13377")
-    killed.keep(0.0)
-    beside = TargetFile(tmp_path, "beside", "node_0000", "127.0.0.1:13378")
-    beside.keep(0.0)
-    TargetFile(tmp_path, "new", "node_0000", "127.0.0.1:13377").keep(0.0)
-    assert sorted(said(tmp_path)) == [("127.0.0.1:13377", "new"), ("127.0.0.1:13378", "beside")]
-    TargetFile(tmp_path, "newest", "node_0000", "0.0.0.0:13377").keep(0.0)
-    assert sorted(run for _, run in said(tmp_path)) == ["beside", "newest"]
+def test_a_killed_daemon_is_missed_when_another_run_has_its_port(tmp_path) -> None:
+    TargetFile(tmp_path, "killed", "node_0000", "127.0.0.1:13377").keep(0.0)
+    TargetFile(tmp_path, "next", "node_0000", "127.0.0.1:13377").keep(0.0)
+    TargetFile(tmp_path, "everywhere", "node_0000", "0.0.0.0:13377").keep(0.0)
+    assert sorted(run for _, run in said(tmp_path)) == ["everywhere", "killed", "next"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
