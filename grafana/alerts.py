@@ -112,6 +112,8 @@ class Echo:
 _IS_LOST = "job_run_instance:ddpprobe_job_lost:max"
 _IS_HUNG = "job_run_instance:ddpprobe_job_hung:max"
 _IS_CAUSE = "job_run_instance:ddpprobe_end_is_cause:max"
+_STANDS = "job_run_instance:ddpprobe_job_stuck:max"
+_STOOD_LONG = "job_run_instance:ddpprobe_job_stuck:min3m"
 _GOES_ON = (
     '(ddpprobe_job_state{state="running"} and on (job, run, instance) (ddpprobe_attempt'
     f" > on (job, run) group_left () min by (job, run) (min_over_time(ddpprobe_attempt[{LAST_WORDS}]))))"
@@ -126,15 +128,16 @@ def _told(selector: str, unless: str = "unless on (job, run, instance) ddpprobe_
     return f"({selector} or (max_over_time({selector}[{LAST_WORDS}]) {unless}))"
 
 
-def _at_last(selector: str) -> str:
+def _at_last(selector: str, stood: str = "") -> str:
     """Return what is said now, or was said by a target that left when its job was lost.
 
     A target that has gone said more than one thing within the last minutes: what counts is how its
-    job stood when it left. Nor does it count where a later attempt trains elsewhere.
+    job stood when it left: lost, or as `stood` says. Nor does it count where a later attempt trains
+    elsewhere.
     """
     return _told(
         selector,
-        f"and on (job, run, instance) last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1"
+        f"and on (job, run, instance) {stood or f'last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1'}"
         f" unless on (job, run, instance) ddpprobe_job_info unless on (job, run) {_GOES_ON}",
     )
 
@@ -147,9 +150,13 @@ def _recorded_state(states: str) -> str:
 
 
 def _grown(selector: str, window: str) -> str:
-    """Return which counters grew within a window, or are new and not 0."""
+    """Return which counters grew within a window, or are new and not 0.
+
+    What a target that has gone said counts no longer than its other last words.
+    """
+    lately = f" and last_over_time({selector}[{LAST_WORDS}])" if window != LAST_WORDS else ""
     return (
-        f"(increase({selector}[{window}]) > 0"
+        f"(increase({selector}[{window}]) > 0{lately}"
         f" or ({selector} > 0 unless max_over_time({selector}[{KNOWN_WINDOW}] offset {window})))"
     )
 
@@ -174,6 +181,7 @@ DIRECTORY = (
 )
 ANOMALIES = f"ddpprobe anomalies {DIRECTORY}"
 INFO = f"ddpprobe info {DIRECTORY}"
+TOP = f"ddpprobe top {DIRECTORY}"
 _RANK = "{{ with $labels.rank }}rank {{ . }}{{ else }}no single rank{{ end }}"
 # Every other detector that names none has looked at all of them.
 _EACH = _ask(f"max(last_over_time(ddpprobe_sample_interval_steps{{%s}}[{EPISODE}])) == 1")
@@ -191,7 +199,30 @@ _BEHIND = "job_run_rank:ddpprobe_behind_seconds:max5m"
 _STEP = "job_run_rank:ddpprobe_step_seconds:mean5m"
 _RUNNING = "job_run_instance:ddpprobe_job_running:max"
 _CAUSE = "job, run, detector, step, rank, fqn, kind, phase"
-_FIRST_FAILURE = _at_last("ddpprobe_first_failure_timestamp_seconds")
+_HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
+_ENDED = _ask(f"max(last_over_time(ddpprobe_rank_up{{%s}}[{LAST_WORDS}])) == 0")
+_STUCK_RANKS = (
+    f"(ddpprobe_rank_stuck{{%s}} or last_over_time(ddpprobe_rank_stuck{{%s}}[{LAST_WORDS}])"
+    " unless on () ddpprobe_rank_stuck{%s})"
+)
+# A job that hangs, and one that did when it ended, if that was told. One that ended before has a
+# first failure as others have.
+_STUCK = f"""(
+  {_STANDS} == 1
+  or on (job, run, instance)
+  ({_HUNG} and on (job, run, instance) max_over_time({_STOOD_LONG}[{EPISODE}]) == 1)
+)"""
+
+
+def _first_failure(signals: str = "") -> str:
+    """Return when which rank failed first: now, or at last if its job was lost, or hung."""
+    stood = f"(last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1 or on (job, run, instance) {_HUNG})"
+    return _at_last(f"ddpprobe_first_failure_timestamp_seconds{signals}", stood)
+
+
+_FIRST_FAILURE = _first_failure()
+# What a NaN is not the reason of: a script or a library that meets one raises, exits or aborts.
+_KILLED = _first_failure('{signal=~"SIG.+",signal!="SIGABRT"}')
 _NOT_RUNNING = _told('ddpprobe_job_state{state!~"running|hung"}')
 # Only what was running when it was last seen: neither an unused port nor a run that ended.
 _UNANSWERED = f"up == 0 and on (job, run, instance) last_over_time({_RUNNING}[{SEEN_WINDOW}]) == 1"
@@ -202,12 +233,13 @@ _LAST_ANSWER = (
     f"min(last_over_time(ddpprobe_last_collect_timestamp_seconds{{%s}}[{SEEN_WINDOW}])"
     f" and on (instance) {_WITHOUT_ANSWER})"
 )
+_HUNG_ITSELF = "or (eq $labels.signal `SIGSTOP`) (eq $labels.signal `hang`)"
+_ENDED_EARLY = "eq $labels.signal `exit:0`"
 _UNASKED = 'ddpprobe_restarts_total{state!~"stopped|ended"}'
 _UNASKED_BEFORE = (
     f"max by (job, run, state) (max_over_time({_UNASKED}[{KNOWN_WINDOW}] offset {WARN_WINDOW}))"
 )
 _LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MISSING_SECONDS}"
-_HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
 
 
 def _ended_ranks(otherwise: str) -> str:
@@ -254,6 +286,18 @@ RECORDINGS = (
     # So what a target said last is known when it has gone.
     Recording(_IS_LOST, _recorded_state(f"{LOST}|unknown")),
     Recording(_IS_HUNG, _recorded_state("hung")),
+    # While it hangs, which is over when all its ranks have ended; and that this was told.
+    Recording(
+        _STANDS,
+        """max by (job, run, instance) (
+  (ddpprobe_job_state{state="hung"} unless on (job, run) max by (job, run) (ddpprobe_rank_up) == 0)
+  or 0 * ddpprobe_job_state
+)""",
+    ),
+    Recording(
+        _STOOD_LONG,
+        f"min_over_time({_STANDS}[{STUCK_WAIT}]) == 1 and {_STANDS} offset {STUCK_WAIT} == 1",
+    ),
     # And whether the end was a cause then, or a hang that the head had taken back.
     Recording(
         _IS_CAUSE,
@@ -293,8 +337,9 @@ unless on ({_CAUSE})
         "RunLost",
         "critical",
         # The node that knows which rank failed first says so; of several the earliest by its clock.
-        # No word while a launcher lives that may start the ranks again, nor where the head says that the end followed from a first cause, which is told; nor,
-        # where no rank is known, if a node does not answer: that is what happened, and is told.
+        # No word while a launcher lives that may start the ranks again, nor where the head says that the end followed from a first cause, which is told, unless
+        # a rank was killed; nor, where no rank is known, if a node does not answer: that is what
+        # happened, and is told.
         f"""(
   (
     max by (job, run, rank, signal) {_FIRST_FAILURE}
@@ -314,17 +359,29 @@ unless on ({_CAUSE})
     unless on (job, run) ({_UNANSWERED})
   )
 )
-unless on (job, run) {_HUNG}
+unless on (job, run) {_STUCK}
 unless on (job, run) ddpprobe_restart_awaited == 1
 unless on (job, run) (
   {_told('ddpprobe_first_cause_info{detector!="rank_lost"}')}
   and on (job, run, instance) {_NOT_RUNNING}
+  unless on (job, run) {_KILLED}
 )""",
-        f"{RUN} is lost: {{{{ with $labels.rank }}}}rank {{{{ . }}}} was the first to fail "
-        "({{ $labels.signal }}){{ else }}which rank was first is not decided ("
+        f"{RUN} is lost: {{{{ if $labels.rank }}}}rank {{{{ $labels.rank }}}} "
+        f"{{{{ if {_HUNG_ITSELF} }}}}hung{{{{ else if {_ENDED_EARLY} }}}}ended before the others"
+        "{{ else }}was the first to fail{{ end }}"
+        "{{ if ne $labels.signal `hang` }} ({{ $labels.signal }}){{ end }}"
+        "{{ else }}which rank was first is not decided ("
         + _ended_ranks("how they ended is not known")
         + "){{ end }}",
-        "{{ if $labels.rank }}Rank {{ $labels.rank }} ended by {{ $labels.signal }} at "
+        f"{{{{ if {_HUNG_ITSELF} }}}}Rank {{{{ $labels.rank }}}} "
+        "{{ if eq $labels.signal `hang` }}did not move on{{ else }}was suspended (SIGSTOP){{ end }}"
+        ", and the others waited for it until the ranks ended: "
+        + _ended_ranks("not known")
+        + "."
+        f"{{{{ else if {_ENDED_EARLY} }}}}Rank {{{{ $labels.rank }}}} ended as if all was well at "
+        "{{ $value | humanizeTimestamp }}, and the others lost it, perhaps because it had fewer "
+        "batches (DistributedSampler, Join)."
+        "{{ else if $labels.rank }}Rank {{ $labels.rank }} ended by {{ $labels.signal }} at "
         "{{ $value | humanizeTimestamp }}; the launcher ends all others, so this is the one to look "
         "at: its own log."
         "{{ else }}How they ended: "
@@ -337,7 +394,7 @@ unless on (job, run) (
         "Stuck",
         "critical",
         # The second half is for a run whose daemons see too little of it.
-        f"""max by (job, run) {_HUNG}
+        f"""max by (job, run) {_STUCK}
 or on (job, run)
 (
   sum by (job, run) (increase(ddpprobe_steps_total[{NO_STEP_WINDOW}])) == 0
@@ -347,9 +404,14 @@ or on (job, run)
   unless on (job, run) max by (job, run) (ddpprobe_paused) == 1
   unless on (job, run) ddpprobe_job_state{{state!="running"}}
 )""",
-        f"{RUN} hangs: the others wait for "
-        + _list(f"bottomk({MOST_NAMED}, ddpprobe_rank_stuck{{%s}})", "rank", "one that is not known", "rank "),
-        "No rank moves any more"
+        f"{RUN} {{{{ with {_ENDED} }}}}hung, and has ended{{{{ else }}}}hangs{{{{ end }}}}: "
+        + _list(f"bottomk({MOST_NAMED}, {_STUCK_RANKS})", "rank", "which rank the others wait for is not known", "look at rank "),
+        f"{{{{ with {_ENDED} }}}}No rank moved any more until the ranks ended: "
+        + _ended_ranks("how is not known")
+        + ". "
+        f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, {_STUCK_RANKS})')} | sortByLabel `rank` }}}}"
+        'Rank {{ . | label "rank" }} was in {{ . | label "phase" }}. {{ end }}'
+        "{{ else }}No rank moves any more"
         f"{{{{ with {_ask('max(last_over_time(ddpprobe_rank_last_heartbeat_timestamp_seconds{%s}[1h]))')} }}}}"
         ", since {{ . | first | value | humanizeTimestamp }}{{ end }}. "
         f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, ddpprobe_rank_stuck{{%s}})')} | sortByLabel `rank` }}}}"
@@ -357,7 +419,7 @@ or on (job, run)
         f"{{{{ with {_ask('count(ddpprobe_rank_up{%s} == 1 unless on (rank) ddpprobe_rank_stuck{%s})')} }}}}"
         "Waiting: {{ . | first | value }}. {{ end }}Look at its stack before it is killed"
         f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, ddpprobe_rank_info{{%s}} and on (rank) ddpprobe_rank_stuck{{%s}})')} | sortByLabel `rank` }}}}"
-        ' (at {{ . | label "instance" }}: py-spy dump --pid {{ . | label "pid" }}){{ end }}. '
+        ' (at {{ . | label "instance" }}: py-spy dump --pid {{ . | label "pid" }}){{ end }}. {{ end }}'
         f"What is known: {ANOMALIES}",
         wait=STUCK_WAIT,
     ),
@@ -504,12 +566,12 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
         # its own, perhaps elsewhere, has a counter that begins with all attempts before it: new is
         # what nobody counted before.
         f"""max by (job, run) (
-  increase({_UNASKED}[{WARN_WINDOW}]) > 0
+  increase({_UNASKED}[{WARN_WINDOW}]) > 0 and last_over_time({_UNASKED}[{LAST_WORDS}])
   or {_UNASKED} > on (job, run, state) group_left () {_UNASKED_BEFORE}
   or ({_UNASKED} > 0 unless on (job, run, state) {_UNASKED_BEFORE})
 )""",
         f"{RUN} was started again after an end that nobody asked for",
-        "It trains on. Which rank failed, how, and how much was trained twice: " + ANOMALIES,
+        "Which rank failed, how, and how much was trained twice: " + ANOMALIES,
     ),
     Alert(
         "Straggler",
@@ -519,7 +581,7 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
         f"{RUN} waits for rank " + _list(f"topk(1, {_BEHIND}{{%s}})", "rank", "?"),
         "It works {{ $value | humanizeDuration }} longer on each step than the median of the others (input, "
         "forward, optimizer; under FSDP input alone), and all the others wait for it. Its data "
-        f"loader, its device, its neighbours on the node: {INFO}",
+        f"loader, its device, its neighbours on the node. In which phase each rank is: {TOP}",
         wait=STRAGGLER_WAIT,
     ),
     Alert(
@@ -551,9 +613,16 @@ max by (job, run) (
 )
 or on (job, run)
 max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}', WARN_WINDOW)}""",
-        f"Records of {RUN} are lost",
-        "Training goes on, but what it does is not recorded: a NaN there would go unnoticed. Make "
-        f"room on the disk of the run directory; which steps are missing: {INFO}",
+        f"The disk takes no records of {RUN}",
+        "Training is not touched by that. Ranks keep what is refused in memory (16 MiB each) and try "
+        "again: it is lost where that is full, or refused as well (EFBIG), and a NaN in it goes "
+        "unnoticed. Refused with "
+        + _list(
+            f'group by (reason) (last_over_time(ddpprobe_records_dropped_total{{%s,reason=~"{DISK}"}}[{LAST_WORDS}]) > 0)',
+            "reason", "no error that is known",
+        )
+        + " (ENOSPC and EDQUOT: make room on the disk of the run directory, EFBIG: ulimit -f). "
+        f"Which steps are missing: {INFO}",
     ),
     Alert(
         "CollectStale",
@@ -599,7 +668,7 @@ max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}',
 ) < {MEMORY_LEFT}""",
         f"{RUN}: a node has {{{{ $value | humanizePercentage }}}} of its memory left",
         "At 0 the kernel kills a process, mostly a rank, and the job is lost. The dashboard Ranks "
-        f"shows which node, and since when. What each rank holds: ddpprobe top {DIRECTORY}",
+        f"shows which node, and since when. What each rank holds: {TOP}",
         MEMORY_WAIT,
     ),
     Alert(
@@ -625,5 +694,5 @@ ECHOES = (
     # Not NonFinite: it is for a head that does not answer, and nobody else tells the NaN then.
     Echo(_GONE, ("Stuck", "RankDead", "CollectStale")),
     Echo(_GONE, ("RunLost",), 'rank=""'),
-    Echo(("RunLost", "Stuck"), ("RankDead", "Straggler", "AnomalyWarn")),
+    Echo(("RunLost", "Stuck"), ("RankDead", "Straggler", "AnomalyWarn", "Restarted")),
 )

@@ -113,7 +113,7 @@ def test_a_killed_rank_is_told_once_with_its_signal(told):
 def test_a_hung_rank_is_told_once_with_its_phase(told):
     notification = the_one(told, "hung")
     assert notification.names == ["DdpprobeStuck"]
-    assert f"the others wait for rank {CULPRIT}" in notification.text
+    assert f"hangs: look at rank {CULPRIT}" in notification.text
     assert re.search(
         rf"Rank {CULPRIT} is in (data|forward|backward|optimizer)\.", notification.text
     )
