@@ -126,6 +126,10 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
 
 def _first_words(stuck: list[Fate]) -> tuple[str, str]:
     where = place_of(stuck)
+    if len(stuck) > 1 and all(f.suspended for f in stuck):
+        place = common_place(stuck)
+        them = ranks_joined((f.rank for f in stuck), "and") + (f"{place}," if place else "")
+        return f"{them} were suspended (SIGSTOP) and did not go on", "SIGSTOP"
     if len(stuck) > 1:
         return f"no rank moved on: {where}, and nothing says which was first", "hang"
     if stuck[0].suspended:

@@ -239,6 +239,8 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
         text = f"no rank seen here moved on ({place_of(stuck)} is behind)"
         text += "; the first may be elsewhere"
         return End(HUNG, (), "hang", step, phase, text)
+    if all(f.suspended for f in parts.case.fates):
+        stuck = list(parts.case.fates)  # nobody waits
     text, how = hang.in_words(parts, stuck)
     text += _besides(parts) if len(unseen_of(parts)) < len(parts.case.fates) else ""
     return End(HUNG, tuple(f.rank for f in stuck), how, step, phase, text)

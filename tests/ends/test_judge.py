@@ -768,6 +768,20 @@ def test_while_ranks_live_only_what_is_certain_is_said() -> None:
     )
 
 
+def test_where_all_ranks_are_suspended_none_waits_for_another() -> None:
+    places = at(12, "forward"), at(12, "backward"), at(12, "backward")
+    fates = [fate(rank, clock=clock, suspended=True) for rank, clock in enumerate(places)]
+    end = verdict(*fates, live=True)
+    assert (end.state, end.ranks, end.how) == ("hung", (0, 1, 2), "SIGSTOP")
+    assert end.message == "ranks 0, 1 and 2 were suspended (SIGSTOP) and did not go on"
+    killed = [replace(one, how="SIGKILL") for one in fates[1:]]
+    end = verdict(*(replace(one, rank=rank) for rank, one in enumerate(killed)))
+    assert end.message == (
+        "ranks 0 and 1, after the forward of step 12, were suspended (SIGSTOP) and did not go on, until "
+        "the ranks ended (SIGKILL)"
+    )
+
+
 def test_what_a_node_tells_of_its_ranks_counts_where_they_left_nothing_here() -> None:
     evidence = Evidence()
     evidence.take_rank(0, "node_0000")
