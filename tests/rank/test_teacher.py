@@ -61,7 +61,7 @@ def test_a_teachers_outputs_are_on_the_students_steps(
         job.train()
     for name, run in ddpprobe.open_models(tmp_path / "r").items():
         assert run.anomalies() == []
-        records = run.records()
+        records = list(run.records())
         assert [r.step for r in records] == list(range(0, STEPS, every))
         for record in records:
             assert not record.partial

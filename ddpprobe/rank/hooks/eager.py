@@ -223,6 +223,8 @@ class EagerHooks:
         self._called.add(fqn)
         recomputed = torch_private.in_backward()
         micro = self._micro(recomputed=recomputed)
+        if self._clock.without_grad:
+            self._rows.confirm(micro)  # no gradient will
         tensors = [("", output)] if isinstance(output, Tensor) else list(leaves(output))
         whole = not at_a_graph or sum(t.requires_grad for _, t in tensors) == 1
         for leaf, tensor in tensors:
@@ -254,6 +256,8 @@ class EagerHooks:
         slot = self._slot(fqn, "output", leaf, tensor, tap=False)
         recomputed = torch_private.in_backward()
         micro = self._micro(recomputed=recomputed)
+        if self._clock.without_grad:
+            self._rows.confirm(micro)  # no gradient will
         if recomputed:
             # Reentrant checkpointing ran the first forward without grad, in a graph that says
             # nothing: then the recomputation is the first that is heard.

@@ -222,7 +222,7 @@ def test_a_run_tells_it_at_its_first_looks(tmp_path: Path) -> None:
             BINARY(model(x).sigmoid(), (x[:, 0] > 0).float()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    records = ddpprobe.open(tmp_path / "r").records()
+    records = list(ddpprobe.open(tmp_path / "r").records())
     told = [record.scalars[0].get(EXTRA_ACTIVATION) for record in records]
     assert told[LOOKS:] == [None, None]
     place = EXTRA_ACTIVATIONS.index(("sigmoid", "binary")) + 1
