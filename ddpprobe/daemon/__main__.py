@@ -20,6 +20,7 @@ from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
 from ddpprobe.daemon.service import DaemonService
 from ddpprobe.daemon.service_request import SERVICE_VARIABLE, socket_path
 from ddpprobe.rundir import paths
+from ddpprobe.rundir.held_directory import HeldDirectory
 from ddpprobe.rundir.paths import DirectoryLock, RunDir
 from ddpprobe.rundir.spool import bring_left, settle_others
 
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(arguments, run, given_run.node_of(run, arguments.node))
     except (ValueError, OSError) as error:
         return _refuse(error)
-    lock = DirectoryLock(run.daemon_file(options.node, "lock"))
+    lock, directory = DirectoryLock(run.daemon_file(options.node, "lock")), HeldDirectory(run.path)
     try:
         paths.make_inner(lock.path.parent)
         acquired = _acquire(lock, forever=arguments.after)
@@ -117,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _log_to_stderr()
         return _serve(options)
     finally:
-        given_run.leave_no_trace(run, options.node)
+        if directory.is_there():
+            given_run.leave_no_trace(run, options.node)
+        directory.close()
         lock.release()
 
 
@@ -169,13 +172,13 @@ def _serve(options: DaemonOptions) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the evidence stays
-    daemon.serve()
+    is_there = daemon.serve()
     # What a full disk refused, and takes now that the run was sealed, is read as after a kill.
-    while not told_to_end.is_set() and bring_left(run, options.node):
+    while is_there and not told_to_end.is_set() and bring_left(run, options.node):
         daemon = NodeDaemon(dataclasses.replace(options, pidfd=None))  # the first one closed it
         if told_to_end.is_set():  # meanwhile, and the one before heard of it
             daemon.stop()
-        daemon.serve()
+        is_there = daemon.serve()
     if told_to_end.is_set() or given_run.has_begun(run) or not run.path.is_dir():
         return OK
     return _refuse(

@@ -29,6 +29,7 @@ from ddpprobe.records.events import SealedEvent
 from ddpprobe.records.past_counts import PastCounts
 from ddpprobe.rundir import paths, targets
 from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.held_directory import HeldDirectory
 from ddpprobe.rundir.journal import segments_of
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.rundir.roster import ROSTER, SECRET, Roster, Shared, secret_at
@@ -101,6 +102,7 @@ class NodeDaemon:
     def __init__(self, options: DaemonOptions) -> None:
         self._options = options
         self._run, self._node = options.run, options.node
+        self._directory = HeldDirectory(options.run.path)
         self._stop = threading.Event()
         self._attempt: Attempt | None = None
         self._server: Server | None = None
@@ -134,8 +136,12 @@ class NodeDaemon:
         """Seal and end now; safe in a signal handler."""
         self._stop.set()
 
-    def serve(self) -> None:
-        """Run until everything has ended, then leave no thread, file or socket open."""
+    def serve(self) -> bool:
+        """Run until everything has ended, then leave no thread, file or socket open.
+
+        Returns:
+            Whether the run directory is the one that it began with.
+        """
         started = time.monotonic()
         tick = self._fuses["loop"].guard(self._tick)
         self._fuses["loop"].guard(clear_away)(self._run, self._node)
@@ -153,10 +159,13 @@ class NodeDaemon:
                 failed = self._fuses["loop"].errors > errors
                 self._stop.wait(1.0 if failed else 0.0 if self._busy else TICK_SECONDS)
             self._fuses["loop"].guard(self._finish)()
+            return self._directory.is_there()
         finally:
             self._shut_down()
 
     def _tick(self, now: float) -> None:
+        if not self._directory.is_there():
+            return
         self._follow_attempts()
         attempt = self._attempt
         if attempt is not None and not attempt.closed:
@@ -231,7 +240,7 @@ class NodeDaemon:
 
     def _finish(self) -> None:
         """End the attempt, or leave it to a later daemon if its ranks live on; seal the store."""
-        if self._attempt is None or self._attempt.closed:
+        if self._attempt is None or self._attempt.closed or not self._directory.is_there():
             return
         now = time.monotonic()
         if self._stop.is_set():
@@ -254,7 +263,7 @@ class NodeDaemon:
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
-        if not self._run.path.is_dir():
+        if not self._directory.is_there():
             logger.error("ddpprobe: %s is gone: there is nothing left to do", self._run.path)
             return True
         if self._attempt is None:
@@ -452,11 +461,14 @@ class NodeDaemon:
             self._pusher.close(FLUSH_SECONDS)
             if self._attempt is not None:
                 self._attempt.note_acknowledged()
+        # Another run may lie there by now, and have a daemon of its own.
+        is_there = self._directory.is_there()
         if self._attempt is not None:
-            self._seal_for_good(self._attempt)
+            self._seal_for_good(self._attempt, is_there=is_there)
         if self._uploader is not None:
             self._uploader.close()
-        self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
+        if is_there:
+            self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
         if self._target_file is not None:
             self._target_file.remove()
         elif self._label and (directory := paths.sd_dir()) is not None:
@@ -466,13 +478,16 @@ class NodeDaemon:
         if self._server is not None:
             self._server.stop()
         self._watcher.close()
+        self._directory.close()
 
-    def _seal_for_good(self, attempt: Attempt) -> None:
+    def _seal_for_good(self, attempt: Attempt, *, is_there: bool) -> None:
         """Seal if that failed so far, and with what was said since; or say what finishes it."""
-        if attempt.closed and not self._sealed:
+        if is_there and attempt.closed and not self._sealed:
             self._seal(LAST_TRIES)
         if attempt.daemon_journal is not None:
             attempt.daemon_journal.close()
+        if not is_there:
+            return
         # The journals of ranks whose processes lived at the seal go as well.
         if attempt.closed and not (self._sealed and self._folding.seal(LAST_TRIES, attempt.unread)):
             logger.error(

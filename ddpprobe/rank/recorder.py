@@ -148,11 +148,10 @@ class Recorder:
             return
         self._open = False
         words = words or events.ClosedEvent()
-        place = self._clock.place()
         broken = words.error is not None or words.asked
-        logged = self._logged.has_any(place["step"], sampling=self._sampling)
+        logged = self._logged.has_any(self._clock.step, sampling=self._sampling)
         self._clock.settle(keep=broken or logged or self._bad is not None)
-        place["step"] = self._clock.step
+        place = self._clock.place()
         self._clock.stop()
         if self._observers is not None:
             # A device that has failed gives nothing more; one may wait for a rank that is gone.

@@ -306,6 +306,7 @@ class StepClock:
             self._lend()
         if 0 <= self.micro < self.lent:  # all of them
             self.step, self._ended = self.step - 1, True
+            self._enter(DATA)
 
     def _begin_step(self) -> None:
         self.step += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import ddpprobe
 from ddpprobe.daemon import launch
 from ddpprobe.daemon.launch import CHECK_SECONDS, STEADY_SECONDS, DaemonKeeper, last_words
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
@@ -252,6 +253,26 @@ def test_a_daemon_whose_run_directory_is_deleted_ends_and_does_not_make_it_again
     daemon._announce = partial(look, None)  # type: ignore[method-assign]
     daemon.serve()
     assert not run.path.exists()
+
+
+def test_a_daemon_whose_run_directory_is_another_runs_now_leaves_that_alone(tmp_path: Path) -> None:
+    """A crash, `rm -r`, and the next try at the same place, while the daemon serves the crash."""
+    run = Made(tmp_path / "run", ranks=1).whole(6).close(cleanly=False)
+    paths.make_dir(run.daemon_file(NODE, "lock").parent)
+    daemon = NodeDaemon(DaemonOptions(run, NODE, "127.0.0.1:0", linger=1e6, wait=1e6))
+
+    def look(_: object, real: Callable[[], None] = daemon._announce) -> None:
+        real()
+        shutil.rmtree(run.path)
+        Made(run.path, ranks=1).whole(3).close(cleanly=False)
+        paths.make_dir(run.daemon_file(NODE, "json").parent)
+        run.daemon_file(NODE, "json").write_text("{}")
+
+    daemon._announce = partial(look, None)  # type: ignore[method-assign]
+    assert not daemon.serve()
+    assert run.daemon_file(NODE, "json").read_text() == "{}"
+    assert not run.store.exists()
+    assert len(list(ddpprobe.open(run.path).records())) == 3
 
 
 @pytest.mark.parametrize("listen", ["203.0.113.7:0", "no.such.host.invalid:0"])

@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_quite_back_or_not_for_long_has_not(
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("loss", [30.0, 1e3, 1e7])
 def test_one_enormous_loss_that_stays_in_the_mean_is_no_runaway(loss: float, every: int) -> None:
-    stream = falling(200, every) + [step(200, loss)]
+    stream = [*falling(200, every), step(200, loss)]
     stream += [step(s, 0.2) for s in range(200 + every, 400, every)]
     assert run(LossRunaway(), stream) == []
     stream += [step(s, loss) for s in range(400, 500, every)]

@@ -777,8 +777,8 @@ def test_where_all_ranks_are_suspended_none_waits_for_another() -> None:
     killed = [replace(one, how="SIGKILL") for one in fates[1:]]
     end = verdict(*(replace(one, rank=rank) for rank, one in enumerate(killed)))
     assert end.message == (
-        "ranks 0 and 1, after the forward of step 12, were suspended (SIGSTOP) and did not go on, until "
-        "the ranks ended (SIGKILL)"
+        "ranks 0 and 1, after the forward of step 12, were suspended (SIGSTOP) and did not go on, "
+        "until the ranks ended (SIGKILL)"
     )
 
 

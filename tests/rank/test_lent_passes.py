@@ -267,6 +267,19 @@ def test_what_goes_bad_in_a_lent_pass_is_not_forgotten_with_it(
         assert not last["1", "output"][1:4].any()
 
 
+def test_a_critic_that_closes_behind_the_generators_pass_stands_behind_its_own_last_step(
+    tmp_path: Path,
+) -> None:
+    """What ends a script after that is no death in the middle of a step."""
+    gan = Gan()
+    models = {"g": gan.g, "d": gan.d}
+    with ddpprobe.install(models, run_dir=tmp_path / "r", every=1, daemon="none"):
+        gan.turn()
+    for run in ddpprobe.open_models(tmp_path / "r").values():
+        (rank,) = run.info()["attempts"][0]["ranks"]
+        assert rank["status"] == "closed"  # and not "after the forward of step ..."
+
+
 class Scored(nn.Module):
     """A critic that returns its loss."""
 

@@ -223,8 +223,6 @@ class EagerHooks:
         self._called.add(fqn)
         recomputed = torch_private.in_backward()
         micro = self._micro(recomputed=recomputed)
-        if self._clock.without_grad:
-            self._rows.confirm(micro)  # no gradient will
         tensors = [("", output)] if isinstance(output, Tensor) else list(leaves(output))
         whole = not at_a_graph or sum(t.requires_grad for _, t in tensors) == 1
         for leaf, tensor in tensors:
@@ -256,8 +254,6 @@ class EagerHooks:
         slot = self._slot(fqn, "output", leaf, tensor, tap=False)
         recomputed = torch_private.in_backward()
         micro = self._micro(recomputed=recomputed)
-        if self._clock.without_grad:
-            self._rows.confirm(micro)  # no gradient will
         if recomputed:
             # Reentrant checkpointing ran the first forward without grad, in a graph that says
             # nothing: then the recomputation is the first that is heard.
@@ -303,6 +299,8 @@ class EagerHooks:
     def _micro(self, *, recomputed: bool) -> int:
         """Return the micro-batch of a call: that of the backward which computes it again."""
         last = self._clock.micro
+        if self._clock.without_grad:
+            self._rows.confirm(last)  # no gradient will
         return self._clock.backward.micro_or(last) if recomputed else last
 
     def _micro_of_backward(self) -> int | None:
