@@ -123,9 +123,7 @@ class LossRunaway(LossDetector):
         values = {"loss": mean, "first": began, "ratio": mean / began}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
-    def _ran_away(
-        self, record: StepRecord, step: int, loss: float, mean: float
-    ) -> Anomaly | None:
+    def _ran_away(self, record: StepRecord, step: int, loss: float, mean: float) -> Anomaly | None:
         self._seen += 1
         if self._seen <= self._least:
             return None

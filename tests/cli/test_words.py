@@ -491,14 +491,21 @@ def test_a_stream_without_an_encoding_gets_all_there_is(monkeypatch: pytest.Monk
     assert stream.text == "größe\n"
 
 
+def test_a_verdict_names_its_attempt_where_the_run_has_several() -> None:
+    found = [Episode(replace(ANOMALY, attempt=0, first_cause=True), ())]
+    (once,), (resumed,) = (anomalies.lines(found, several=several) for several in (False, True))
+    assert "attempt" not in once
+    assert "attempt 0" in resumed
+
+
 def test_of_many_ranks_of_which_the_same_is_said_one_line_is_printed() -> None:
     cause = replace(ANOMALY, detector="rank_lost", first_cause=True, message="rank 0 died")
     others = [
         replace(ANOMALY, level="info", first_cause=False, rank=r, message=f"rank {r} fell")
         for r in range(1, 40)
     ]
-    few = anomalies.lines([Episode(cause, others[:3])])
-    many = anomalies.lines([Episode(cause, others)])
+    few = anomalies.lines([Episode(cause, others[:3])], several=False)
+    many = anomalies.lines([Episode(cause, others)], several=False)
     assert (len(few), len(many)) == (4, 2)
     assert "ranks 1-39" in many[1]
     assert many[1].endswith("rank 1 fell (38 more alike)")

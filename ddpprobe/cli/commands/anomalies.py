@@ -133,10 +133,11 @@ def _told(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> di
 
 def _say(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> None:
     shown = _shown(found, level)
-    for line in told_ends(run_.endings(), shown):
+    endings = run_.endings()
+    for line in told_ends(endings, shown):
         say(line)
     if shown:
-        for line in lines(episodes(shown)):
+        for line in lines(episodes(shown), several=len(endings) > 1):
             say(line)
         say(judged(held, bool(run_.lost)))
     else:
@@ -209,11 +210,12 @@ def _fields(anomaly: Anomaly) -> dict[str, Any]:
     return {field: getattr(anomaly, field) for field in FIELDS}
 
 
-def lines(groups: list[Episode]) -> list[str]:
-    """Lay the verdicts out in columns, what followed indented below its cause."""
+def lines(groups: list[Episode], *, several: bool) -> list[str]:
+    """Lay the verdicts out in columns, what followed indented below its cause.
+
+    `several`: the run has more than one attempt.
+    """
     rows = []
-    told_of = {a.attempt for g in groups for a in (*g.followed, *([g.cause] if g.cause else []))}
-    several = len(told_of) > 1
     for group in groups:
         if group.cause:
             rows.append(row(group.cause, several=several))
@@ -255,7 +257,7 @@ def _phase(anomaly: Anomaly) -> str:
 
 
 def row(anomaly: Anomaly, indent: str = "", *, several: bool = False) -> tuple[str, ...]:
-    """Return the columns of one verdict; `several`: it is told of more than one attempt."""
+    """Return the columns of one verdict; `several`: the run has more than one attempt."""
     attempt = f" attempt {anomaly.attempt}" if anomaly.attempt or several else ""
     cause = " (first cause)" if anomaly.first_cause else ""
     return (
