@@ -22,6 +22,7 @@ from ddpprobe.errors import RunError
 from ddpprobe.reader.compare.difference import Comparison, Difference, Growth
 from ddpprobe.reader.compare.run_differences import Bits, first_bits, reasons
 from ddpprobe.reader.compare.runs import compare
+from ddpprobe.reader.compare.site_matching import WEIGHTS
 from ddpprobe.reader.compare.timeline import length
 from ddpprobe.reader.compare.tolerance import Tolerance
 from ddpprobe.reader.run import Run
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     with progress("comparing", total, silent=args.json) as bar:
         found = compare(*runs, allowed, args.sites, bar.advance)
     lost = lost_of(runs)
-    if not found.steps or not (found.sites or found.left_out or any(found.alone)):
+    other = found.left_out.keys() - {WEIGHTS}
+    if not found.steps or not (found.sites or other or any(found.alone)):
         if lost:  # it may well have been there
             return report_gaps(lost)
         raise _nothing_found(runs, found, args)
@@ -194,8 +196,8 @@ def _notes(found: Comparison) -> Iterator[str]:
             yield f"not compared: {_count(torn, 'step')} that never came to an end in {name}"
     if found.incomplete:
         yield f"a rank is missing at {_count(found.incomplete, 'compared step')}"
-    for why, sites in found.left_out.items():
-        yield f"not compared ({why}): {some_of(sites)}"
+    for why, things in found.left_out.items():
+        yield f"not compared ({why}): {some_of(things)}"
     for name, alone in zip("AB", found.alone, strict=True):
         if alone:
             yield f"only in {name}: {some_of(alone)}"
@@ -267,7 +269,7 @@ def as_json(runs: tuple[Run, Run], allowed: Tolerance, answer: Answer) -> dict[s
         "alone": [_texts(sites) for sites in found.alone],
         "renamed": [_texts(pair) for pair in found.renamed],
         "recast": [_texts((a, a.dtype, b.dtype)) for a, b in found.recast.items()],
-        "left_out": {why: _texts(sites) for why, sites in found.left_out.items()},
+        "left_out": {why: _texts(things) for why, things in found.left_out.items()},
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.reader.compare.runs import (
+from ddpprobe.reader.compare.scalars import (
     MEAN_BY_SPLIT,
     MICRO_BATCHES,
     NORM_BY_SPLIT,

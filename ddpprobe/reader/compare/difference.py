@@ -76,10 +76,11 @@ class Comparison:
         growth: at the first difference, at the compared steps 1, 2, 4, 8, ... after it, at the
             last.
         nearest: what came closest to what is allowed without reaching it.
-        alone: sites that one run has in no compared step, and the other has.
+        alone: sites, and names of scalars, that one run has in no compared step, and the other has.
         renamed: guesses which of these are one tensor under two names.
         recast: sites -> what they are in the other run, where that has another dtype.
-        left_out: why sites were at no step compared -> these sites.
+        left_out: why something was at no step compared -> sites, names of scalars, and kinds as
+            globs (`*:param`).
         incomplete: compared steps at which a rank of either run is missing.
     """
 
@@ -93,8 +94,8 @@ class Comparison:
     agreed: int | None = None
     growth: list[Growth] = field(default_factory=list)
     nearest: Difference | None = None
-    alone: tuple[list[Site], list[Site]] = field(default_factory=lambda: ([], []))
+    alone: tuple[list[Site | str], list[Site | str]] = field(default_factory=lambda: ([], []))
     renamed: list[tuple[Site, Site]] = field(default_factory=list)
     recast: dict[Site, Site] = field(default_factory=dict)
-    left_out: dict[str, list[Site]] = field(default_factory=dict)
+    left_out: dict[str, list[Site | str]] = field(default_factory=dict)
     incomplete: int = 0

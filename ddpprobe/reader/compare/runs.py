@@ -8,7 +8,7 @@ runs are read as streams; what is kept grows with the number of sites, not of st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,8 +23,10 @@ from ddpprobe.reader.compare.difference import (
     Difference,
     Growth,
 )
+from ddpprobe.reader.compare.scalars import MICRO_BATCHES, OF_THE_INPUT, ScalarMatcher
 from ddpprobe.reader.compare.site_matching import (
     PART_MISSING,
+    WEIGHTS,
     SiteMatcher,
     SiteMatching,
     execution_order,
@@ -33,60 +35,12 @@ from ddpprobe.reader.compare.site_matching import (
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, rounding
 from ddpprobe.reader.run import Run
-from ddpprobe.records.step import (
-    CLASS_LABELLED,
-    CLASS_LOOKED,
-    CLASS_OF_ALL,
-    CLASS_POWER,
-    CLASS_RIGHT,
-    CLASS_ROWS,
-    CLASS_SEEN,
-    CLASS_WEIGHT,
-    COPIED,
-    DIGEST,
-    EXTRA_ACTIVATION,
-    INPUT_ELEMENTS,
-    INPUT_MAX,
-    INPUT_MEAN,
-    INPUT_MIN,
-    INPUT_RMS,
-    INPUT_SPREAD,
-    INPUT_ZEROS,
-    NORM_VALUES,
-    NUMEL,
-    OBSERVED,
-    OUTPUT_SPREAD,
-    PULL,
-    PULL_REST,
-    PULLED_MEAN,
-    PULLED_RMS,
-    RECOMPUTED,
-    RECOMPUTED_AT,
-    TARGET,
-    Site,
-    StepRecord,
-)
+from ddpprobe.reader.series import matches
+from ddpprobe.records.step import DIGEST, IN_TURN, NUMEL, OBSERVED, Site, StepRecord
 
 Advance = Callable[[int], None]
 Key = tuple[str, str, str]
-# Of how long something took, and of how the batch was split: no numbers of the model.
-MICRO_BATCHES, _TIMES = "micro_batches", "_seconds"
-# Nor is the order of its samples, and which of them are looked at.
-OF_THE_BATCH = {
-    MICRO_BATCHES, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
-    COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET,
-    CLASS_LABELLED, CLASS_LOOKED, CLASS_OF_ALL, CLASS_POWER, CLASS_RIGHT, CLASS_ROWS, CLASS_SEEN,
-    CLASS_WEIGHT, EXTRA_ACTIVATION, INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS,
-    INPUT_ZEROS, RECOMPUTED, RECOMPUTED_AT,
-}  # fmt: skip
-# But for the numbers of what was given to the model, if the batch is split alike.
-_OF_THE_INPUT = {INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS, INPUT_ZEROS}
-NORM_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
-# The mean over the ranks is no number of the whole batch.
-MEAN_BY_SPLIT = {"output_rms"}
 ONE_NUMBER = "one number for each part of the batch, which was split in another way"
-# Over what a rank holds: everything under DDP, its shards under FSDP.
-_BY_WRAPPER = {"grad_norm", "grad_norm_used", "state_tensors"}
 
 
 def _unheard(_: int) -> None:
@@ -106,7 +60,7 @@ def compare(
         advance: told 1 for each record that was read.
     """
     rewrapped = a.identity.get("wrapper") != b.identity.get("wrapper")
-    work = _Comparing(tolerance, glob, _BY_WRAPPER if rewrapped else frozenset())
+    work = _Comparing(tolerance, glob, ScalarMatcher(rewrapped=rewrapped))
     for one, two in aligned(_sampled(a, advance), _sampled(b, advance)):
         work.take(one, two)
     return work.result()
@@ -147,10 +101,10 @@ class _Both:
 
 @final
 class _Comparing:
-    """One comparison under way; `without` are scalars that mean something else in each run."""
+    """One comparison under way."""
 
-    def __init__(self, tolerance: Tolerance, glob: str, without: Collection[str]) -> None:
-        self._tolerance, self._glob, self._without = tolerance, glob, without
+    def __init__(self, tolerance: Tolerance, glob: str, scalars: ScalarMatcher) -> None:
+        self._tolerance, self._glob, self._scalars = tolerance, glob, scalars
         self._pairer = SiteMatcher(tolerance, glob)
         self._out = Comparison()
         self._pairing: SiteMatching | None = None
@@ -160,6 +114,7 @@ class _Comparing:
         self._known: tuple[set[Key], set[Key]] = (set(), set())
         self._left: dict[str, dict[Site, None]] = {}  # why -> sites, once at least not compared
         self._one_number: dict[Site, None] = {}  # the same, for this reason
+        self._weights: set[str] = set()  # the kinds that are left out, and are there
         self._previous: int | None = None  # the compared step before this one
         self._before: dict[int, int | None] = {}  # a step with something new -> the one before it
         self._since = 0  # compared steps since the first difference
@@ -206,15 +161,23 @@ class _Comparing:
                     alone.append(site)
                 elif site.key not in found or gone.when < found[site.key].when:
                     found[site.key] = gone
-        never = {
-            why: [s for s in sites if s not in self._pairer] for why, sites in self._left.items()
-        }
-        never[ONE_NUMBER] = list(self._one_number)
-        out.left_out = {why: sites for why, sites in never.items() if sites}
+        for names, alone in zip(self._scalars.alone(), out.alone, strict=True):
+            alone.extend(names)
+        out.left_out = self._left_out()
         out.differences = sorted(found.values(), key=lambda p: (p.when, p.scalar, p.rank or 0))
         out.agreed = self._before[out.differences[0].step] if found else out.last
         out.growth += [self._growth(*self._tip)] if self._tip else []
         return out
+
+    def _left_out(self) -> dict[str, list[Site | str]]:
+        never: dict[str, list[Site | str]] = {
+            why: [s for s in sites if s not in self._pairer] for why, sites in self._left.items()
+        }
+        never[ONE_NUMBER] = list(self._one_number)
+        never[WEIGHTS] = [f"*:{kind}" for kind in IN_TURN if kind in self._weights]
+        for why, names in self._scalars.left_out().items():
+            never[why] = list(names)
+        return {why: things for why, things in never.items() if things}
 
     def _keep(self, place: dict[Any, Difference], key: object, difference: Difference) -> None:
         """Keep a difference, unless there was an earlier one at this place."""
@@ -228,6 +191,8 @@ class _Comparing:
         self._parted.resize(len(self._pairer), refcheck=False)  # with zeros
         for known, record in zip(self._known, (a, b), strict=True):
             known.update(site.key for site in record.sites)
+            of_weights = (site for site in record.sites if site.kind in IN_TURN)
+            self._weights |= {s.kind for s in of_weights if matches(s, self._glob)}
         for side, (absent, record) in enumerate(zip(self._absent, (a, b), strict=True)):
             order = execution_order(record.sites)
             if (b, a)[side].missing:  # which may have it: a stage of a pipeline, say
@@ -281,16 +246,14 @@ class _Comparing:
         r = float(pairing.limits.r.max(initial=rounding("")))
         r = r if self._tolerance.rtol is None else self._tolerance.rtol
         order = len(a.sites)
-        one, two = _numbers(a, resplit=resplit), _numbers(b, resplit=resplit)
-        for name, rank in one.keys() & two.keys() - self._found.keys():
-            if name in self._without:
+        for key, x, y in self._scalars.of(a, b, resplit=resplit, unlike=pairing.unlike):
+            if key in self._found:
                 continue
-            x, y = one[name, rank], two[name, rank]
-            excess = self._scalar_excess(x, y, r)
-            place = BEFORE_ALL if name in _OF_THE_INPUT or name == DIGEST else order
+            (name, rank), excess = key, self._scalar_excess(x, y, r)
+            place = BEFORE_ALL if name in OF_THE_INPUT or name == DIGEST else order
             difference = Difference(a.step, place, None, name, rank, VALUE, x, y, excess)
             if excess > 1:
-                self._keep(self._found, (name, rank), difference)
+                self._keep(self._found, key, difference)
             elif self._is_nearest(excess):
                 self._out.nearest = difference
 
@@ -333,24 +296,6 @@ def _split(record: StepRecord) -> tuple[object, ...]:
     """Return how the batch of a step was split: over which ranks, in how many micro-batches."""
     ranks = sorted((*record.ranks, *record.missing))
     return (ranks, {cells.get(MICRO_BATCHES) for cells in record.scalars.values()})
-
-
-def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None], float]:
-    """Return the scalars of a record by name and rank; means over the ranks if these differ."""
-    found: dict[tuple[str, int | None], float] = {("skipped", None): float(record.skipped)}
-    for rank, cells in record.scalars.items():
-        # Of two checksums all that can be said is that they are unlike.
-        given = {DIGEST} if INPUT_RMS not in cells else _OF_THE_INPUT
-        for name, value in cells.items():
-            of_the_batch = name in OF_THE_BATCH and (resplit or name not in given)
-            if of_the_batch or name.endswith(_TIMES):
-                continue
-            if not resplit:
-                found[name, rank] = value
-            elif not name.startswith(NORM_BY_SPLIT) and name not in MEAN_BY_SPLIT:
-                mean = _mean(record, name)
-                found |= {} if mean is None else {(name, None): mean}
-    return found
 
 
 def _mean(record: StepRecord, name: str) -> float | None:

@@ -24,6 +24,7 @@ ONE_RANKS = ("partial", "unknown")
 _MERGED = ("local", "sharded")
 OTHER_SPLIT = "gradients before the reduction, of a batch that was split in another way"
 PART_MISSING = "the part of a missing rank belongs to it"
+WEIGHTS = "they take turns, and an optimizer turns rounding into a whole step"
 ONE_RANKS_PART = "one rank's part of a tensor, cut in another way"
 
 
@@ -38,6 +39,7 @@ class SiteMatching:
         index: number of the site among all that were ever paired.
         limits: what rounding may do to each of them.
         alone: what is in one table only, in each of them.
+        unlike: the kinds of these.
         left_out: what is in both and cannot be compared -> why.
         recast: what is compared and has another dtype in the other run.
     """
@@ -49,6 +51,7 @@ class SiteMatching:
     index: NDArray[np.intp]
     limits: RoundingLimits
     alone: tuple[tuple[Place, ...], tuple[Place, ...]]
+    unlike: frozenset[str]
     left_out: dict[Site, str]
     recast: tuple[tuple[Site, Site], ...]
 
@@ -96,6 +99,10 @@ class SiteMatcher:
             else:
                 rows.append((i, j, self._index.setdefault(key, len(self._index)), place))
         at = np.array(rows, np.intp).reshape(-1, 4)
+        alone = (
+            tuple((a[i], i) for key, i in one.items() if key not in two),
+            tuple((b[j], j) for key, j in two.items() if key not in one),
+        )
         # The tolerance comes from all that was executed, compared or not.
         limits = self._tolerance.limits([(a[i], b[j]) for _, i, j in shared])
         return SiteMatching(
@@ -104,10 +111,8 @@ class SiteMatcher:
             order=np.array([order[i] for i in at[:, 0]], np.intp),
             limits=limits.of(at[:, 3]),
             recast=tuple((a[i], b[j]) for i, j in at[:, :2] if a[i].dtype != b[j].dtype),
-            alone=(
-                tuple((a[i], i) for key, i in one.items() if key not in two),
-                tuple((b[j], j) for key, j in two.items() if key not in one),
-            ),
+            alone=alone,
+            unlike=frozenset(site.kind for places in alone for site, _ in places),
             left_out=left_out,
         )  # fmt: skip
 

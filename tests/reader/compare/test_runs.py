@@ -18,6 +18,7 @@ from ddpprobe.cli.commands.compare import lines
 from ddpprobe.cli.main import main
 from ddpprobe.reader.compare.difference import Comparison
 from ddpprobe.reader.compare.runs import compare
+from ddpprobe.reader.compare.scalars import OTHER_PARTS, OTHER_WRAPPER
 from ddpprobe.reader.compare.timeline import timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Tolerance, rounding
 from ddpprobe.records.merge import merge_all
@@ -360,8 +361,11 @@ def test_weights_which_an_optimizer_sets_apart_are_not_compared():
     b[1].values[len(SITES) :] *= 8
     found = of(Told(a), Told(b))
     assert (found.sites, found.differences) == (len(SITES), [])
-    assert not found.left_out
+    assert list(found.left_out.values()) == [["*:param", "*:update"]]
     assert not any(found.alone)
+    said = list(lines((found, (0, None), []), exact=False))
+    assert said[-1].startswith("not compared (")
+    assert said[-1].endswith("): *:param, *:update")
 
 
 def test_what_a_missing_rank_would_have_held_is_not_compared():
@@ -481,6 +485,45 @@ def test_norms_over_what_a_rank_holds_are_compared_only_under_one_wrapper():
     assert of(Told(sharded, wrapper="fsdp2"), Told(whole)).differences == []
     parted = {found.scalar for found in of(Told(sharded), Told(whole)).differences}
     assert parted == {*held}
+
+
+def test_what_is_summed_over_the_observed_sites_is_compared_only_over_the_same_ones():
+    """`exclude=` and `backward="full"` change what is observed, and not what is trained."""
+    over = {"output": "output_rms", "grad_local": "grad_norm_local", "grad": "grad_norm"}
+    for kind, name in over.items():
+        few = steps(range(3), sites=[s for s in SITES if (s.fqn[:8], s.kind) != ("blocks.0", kind)])
+        numbers = {
+            name: lambda *_: 1.0,
+            "sites_expected": lambda *_: 12.0,
+            "grad_norm_used": lambda *_: 3.0,
+        }
+        fewer = numbers | {name: lambda *_: 2.0, "sites_expected": lambda *_: 11.0}
+        found = of(with_scalars(steps(range(3)), **numbers), with_scalars(few, **fewer))
+        assert (found.differences, list(found.left_out.values())) == ([], [[name]])
+        found = of(with_scalars(steps(range(3)), **numbers), with_scalars(steps(range(3)), **fewer))
+        assert ([d.scalar for d in found.differences], found.left_out) == ([name], {})
+
+
+def test_a_scalar_of_one_run_only_is_listed():
+    logged = with_scalars(steps(range(3)), extra=lambda *_: 1.0, seconds=lambda *_: 1.0)
+    found = of(Told(steps(range(3))), logged)
+    assert (found.differences, found.alone) == ([], ([], ["extra", "seconds"]))
+    assert list(lines((found, (0, None), []), exact=False))[-1] == "only in B: extra, seconds"
+    assert of(Told(steps(range(3))), logged, "blocks.*").alone == ([], [])
+    often, seldom = with_scalars(steps(range(3)), **{"loss@-1": lambda *_: 1.0}), steps(range(3))
+    assert of(often, Told(seldom)).alone == ([], [])
+
+
+def test_what_another_wrapper_or_split_changes_is_said_to_be_left_out():
+    held = with_scalars(steps(range(2)), grad_norm=lambda *_: 1.0)
+    held.identity["wrapper"] = "fsdp2"
+    found = of(held, with_scalars(steps(range(2)), grad_norm=lambda *_: 2.0))
+    assert list(found.left_out.items()) == [(OTHER_WRAPPER, ["grad_norm"])]
+    norm = {"grad_norm": lambda *_: 1.0}
+    found = of(
+        with_scalars(steps(range(2)), **norm), with_scalars(steps(range(2), ranks=2), **norm)
+    )
+    assert (OTHER_PARTS, ["grad_norm"]) in found.left_out.items()
 
 
 def test_a_loss_that_is_nan_is_no_loss_that_nobody_gave():
@@ -657,11 +700,11 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
 
-def train(path, fault=None, shuffle=False, micros=1, half=False):
+def train(path, fault=None, shuffle=False, micros=1, half=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 16), Block(), Block(), nn.Linear(16, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    probe = ddpprobe.install(model, run_dir=path, every=1, daemon="none")
+    probe = ddpprobe.install(model, run_dir=path, every=1, daemon="none", **options)
     for step in range(4):
         if step == fault:
             with torch.no_grad():
@@ -684,6 +727,8 @@ train(root + "/a")
 train(root + "/shuffled", shuffle=True)
 train(root + "/micros", micros=4)
 train(root + "/fault", fault=2)
+train(root + "/fewer", exclude=["1*"])
+train(root + "/full", backward="full")
 train(root + "/half", half=True)
 train(root + "/half_shuffled", half=True, shuffle=True)
 train(root + "/half_fault", half=True, fault=2)
@@ -704,6 +749,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("a", "b", "words", "says"),
     [
+        ("a", "fewer", [], "no parting: no number that is compared differs\n"),
+        ("a", "full", [], "no parting: no number that is compared differs\n"),
         ("a", "a", ["--exact"], "no parting: every number that is compared is equal\n"),
         ("a", "shuffled", [], "no parting: the largest difference is 0."),
         ("a", "shuffled", ["--exact"], "parted at step "),
