@@ -84,6 +84,7 @@ class Made:
     node: str = NODE
     hostname: str = "here"
     process: str = ""  # what it has in common with other models' runs
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `install()`
     daemon: JournalWriter | None = None
     writers: dict[int, JournalWriter] = field(default_factory=dict)
 
@@ -159,6 +160,7 @@ class Made:
             "pid": self.pid, "pid_start": began,
             "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu",
             "head": self.node == NODE, **({"process": self.process} if self.process else {}),
+            **self.options,
         }  # fmt: skip
 
 

@@ -265,8 +265,7 @@ def _open(
         "name": identity["name"], "every": plan["every"], "started_ns": time.time_ns(),
         "head": is_head, "head_url": plan["head"],
         "restarts_left": restarts_left(os.environ),
-        "on_anomaly": options.response, "include": options.include, "exclude": options.exclude,
-        "detectors": detectors, "task": options.task, "process": plan["process"], **environment,
+        **options.told(), "detectors": detectors, "process": plan["process"], **environment,
     }  # fmt: skip
     own = RecordFiles(Spot(run, attempt, node, rank), meta, plan["memory"], place.memory.refused)
     if job := scheduler(os.environ):

@@ -214,6 +214,14 @@ class InstallOptions:
             )
         return budget
 
+    def told(self) -> dict[str, Any]:
+        """Return what the run says of them, beside the schedule and the detectors."""
+        return {
+            "include": self.include, "exclude": self.exclude, "capture": self.capture,
+            "histograms": self.histograms, "backward": self.backward, "budget": self.share(),
+            "on_anomaly": self.response, "task": self.task,
+        }  # fmt: skip
+
     def select(self, fqn: str) -> bool:
         """Whether the module `fqn` is observed."""
         if fqn not in self._chosen:

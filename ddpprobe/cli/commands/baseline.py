@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpprobe.cli import completion
 from ddpprobe.cli.names import shortened
@@ -22,7 +22,7 @@ from ddpprobe.cli.several_runs import MOST, lost_of, some_of, times_allowed
 from ddpprobe.errors import RunError
 from ddpprobe.reader.baseline.deviations import ENOUGH, STRETCHES, Deviation, Deviations, deviations
 from ddpprobe.reader.baseline.levels import LOOKS, Levels
-from ddpprobe.reader.compare.run_differences import reasons
+from ddpprobe.reader.compare.run_differences import reasons, said
 from ddpprobe.reader.compare.timeline import length, timeline
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.run import Run
@@ -30,6 +30,14 @@ from ddpprobe.reader.text import number, plain
 from ddpprobe.records.near_names import nearest
 
 FEWEST = 2  # good runs: one alone does not say how far healthy runs are apart
+
+
+class _Differing(NamedTuple):
+    """What a run was started with as none of the good ones: what it says, what each of these."""
+
+    name: str
+    own: object
+    good: list[object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +115,7 @@ def _levels(
 
 
 def lines(
-    found: Deviations, own: Levels, others: int, differing: Sequence[tuple[str, str, str]],
+    found: Deviations, own: Levels, others: int, differing: Sequence[_Differing],
     notes: Sequence[str],
 ) -> Iterator[str]:  # fmt: skip
     """Lay out the answer: the first that was outside, then all, then what may explain it."""
@@ -137,7 +145,9 @@ def lines(
             yield f"... and {len(outside) - MOST} more: --json has them all"
     if differing:
         yield from ("", "what else differs")
-        yield from table([("", "this run", "the others"), *differing])
+        theirs = (" | ".join(dict.fromkeys(map(said, d.good))) for d in differing)
+        each = ((d.name, said(d.own), text) for d, text in zip(differing, theirs, strict=True))
+        yield from table([("", "this run", "the others"), *each])
 
 
 def _verdict(found: Deviations, others: int) -> str:
@@ -201,19 +211,18 @@ def _left_out(found: Deviations) -> Iterator[str]:
             yield f"{text}: {some_of(dict.fromkeys(map(str, some)))}"
 
 
-def _differing(run: Run, others: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Return what the run was started with as none of the others: (name, its, theirs)."""
-    each = [{name: (a, b) for name, a, b in reasons(run, other)} for other in others]
+def _differing(run: Run, others: Sequence[Run]) -> list[_Differing]:
+    """Return what the run was started with as none of the others."""
+    each = [{reason.name: reason for reason in reasons(run, other)} for other in others]
     common = set.intersection(*(set(one) for one in each))
     return [
-        (name, each[0][name][0], " | ".join(dict.fromkeys(one[name][1] for one in each)))
-        for name in sorted(common)
+        _Differing(name, each[0][name].a, [one[name].b for one in each]) for name in sorted(common)
     ]
 
 
 def as_json(
     args: argparse.Namespace, own: Levels, found: Deviations,
-    differing: Sequence[tuple[str, str, str]], notes: Sequence[str],
+    differing: Sequence[_Differing], notes: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object that `--json` prints; its fields are a contract (docs/reference/cli.md)."""
     return {
@@ -231,7 +240,7 @@ def as_json(
         "resplit": found.resplit,
         "missing": [str(quantity) for quantity in found.missing],
         "added": [str(quantity) for quantity in found.added],
-        "reasons": [{"name": name, "run": x, "good": y} for name, x, y in differing],
+        "reasons": [{"name": d.name, "run": d.own, "good": d.good} for d in differing],
         "notes": list(notes),
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.cli.several_runs import MOST, lost_of, some_of, times_allowed
 from ddpprobe.errors import RunError
 from ddpprobe.reader.compare.difference import Comparison, Difference, Growth
-from ddpprobe.reader.compare.run_differences import Bits, first_bits, reasons
+from ddpprobe.reader.compare.run_differences import Bits, Circumstance, first_bits, reasons, said
 from ddpprobe.reader.compare.runs import compare
 from ddpprobe.reader.compare.site_matching import WEIGHTS
 from ddpprobe.reader.compare.timeline import length
@@ -34,7 +34,7 @@ from ddpprobe.records.step import IN_TURN
 if TYPE_CHECKING:
     from ddpprobe.records.step import Site
 
-Answer = tuple[Comparison, tuple[int, Bits | None], list[tuple[str, str, str]]]
+Answer = tuple[Comparison, tuple[int, Bits | None], list[Circumstance]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def lines(answer: Answer, *, exact: bool) -> Iterator[str]:
     yield from _checksums(*bits)
     if differing:
         yield from ("", "what else differs")
-        yield from table([("", "A", "B"), *differing])
+        yield from table([("", "A", "B"), *((r.name, said(r.a), said(r.b)) for r in differing)])
     notes = list(_notes(found))
     yield from ["", *notes] if notes else []
 
@@ -265,7 +265,7 @@ def as_json(runs: tuple[Run, Run], allowed: Tolerance, answer: Answer) -> dict[s
                 "agreed": bits.agreed,
             },
         },
-        "reasons": [{"name": name, "a": x, "b": y} for name, x, y in differing],
+        "reasons": [reason._asdict() for reason in differing],
         "alone": [_texts(sites) for sites in found.alone],
         "renamed": [_texts(pair) for pair in found.renamed],
         "recast": [_texts((a, a.dtype, b.dtype)) for a, b in found.recast.items()],

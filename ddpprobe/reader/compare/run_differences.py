@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.merged_reader import MergedReader
@@ -34,6 +35,14 @@ class Bits:
     fqn: str
     shard: str
     agreed: int | None
+
+
+class Circumstance(NamedTuple):
+    """What was different when two runs were started: its name, and what each run says of it."""
+
+    name: str
+    a: object
+    b: object
 
 
 def first_bits(
@@ -87,32 +96,35 @@ def _of(held: Mapping[int, int]) -> set[int]:
     return set(held)
 
 
-def reasons(a: Run, b: Run) -> list[tuple[str, str, str]]:
-    """Return what was different when the runs were started: (name, in the first, in the second).
+def reasons(a: Run, b: Run) -> list[Circumstance]:
+    """Return what was different when the runs were started.
 
-    What the lowest rank said of itself in the last start: topology, device, schedule, and what it
-    ran on, as far as both say it.
+    What the lowest rank said of itself in the last start: topology, device, schedule, options, and
+    what it ran on, as far as both say it.
     """
-    (one, one_on), (two, two_on) = _facts(a), _facts(b)
-    both = one_on.keys() & two_on.keys()
-    one, two = ({**{k: on[k] for k in both}, **of} for of, on in ((one, one_on), (two, two_on)))
+    one, two = _facts(a), _facts(b)
     return [
-        (name, _text(one.get(name)), _text(two.get(name)))
-        for name in sorted(one.keys() | two.keys())
-        if one.get(name) != two.get(name)
+        Circumstance(name, one[name], two[name])
+        for name in sorted(one.keys() & two.keys())
+        if one[name] != two[name]
     ]
 
 
-def _facts(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+def _facts(run: Run) -> dict[str, Any]:
     """Return what the lowest rank said of itself, and what it runs on."""
     ranks, attempts = run.ranks(), run.attempts()
     if not ranks:
-        return {}, {}
+        return {}
     meta = MergedReader(RunDir(run.path)).facts(attempts[-1], ranks[0]).meta
     environments, _ = of_metas([meta])
     own = {k: v for k, v in meta.items() if k not in _OWN}
-    return {**own, "starts": len(attempts)}, environments.get(ranks[0], {})
+    return {**environments.get(ranks[0], {}), **own, "starts": len(attempts)}
 
 
-def _text(value: object) -> str:
-    return "-" if value is None else str(value)
+def said(value: object) -> str:
+    """Return what a run says of itself as it is printed: `-` where that is nothing."""
+    if value is None or value in ([], {}):
+        return "-"
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return ", ".join(value)
+    return value if isinstance(value, str) else json.dumps(value)

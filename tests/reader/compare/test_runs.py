@@ -644,6 +644,25 @@ def test_the_process_that_trained_is_no_difference_between_runs(tmp_path, call):
     assert "what else differs" not in call("compare", tmp_path / "a", tmp_path / "b")[1]
 
 
+def test_what_differs_is_told_as_it_was_written(tmp_path, call):
+    options = [{"backward": "output", "exclude": []}, {"backward": "full", "exclude": ["0", "h*"]}]
+    for name, told in zip("ab", options, strict=True):
+        made = Made(tmp_path / name, options=told)
+        made.write(made_record(r, s) for s in range(2) for r in range(2))
+        made.close()
+    older = write(tmp_path / "older")  # of a version that did not write them down
+    a, b = tmp_path / "a", tmp_path / "b"
+    said = call("compare", a, b)[1].split("what else differs\n")[1].split("\n\n")[0]
+    assert [line.split() for line in said.strip().split("\n")] == [
+        ["A", "B"], ["backward", "output", "full"], ["exclude", "-", "0,", "h*"],
+    ]  # fmt: skip
+    assert json.loads(call("compare", a, b, "--json")[1])["reasons"] == [
+        {"name": "backward", "a": "output", "b": "full"},
+        {"name": "exclude", "a": [], "b": ["0", "h*"]},
+    ]
+    assert json.loads(call("compare", a, older, "--json")[1])["reasons"] == []
+
+
 def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     late = Made(tmp_path / "late")
@@ -766,3 +785,5 @@ def test_real_runs_part_where_they_were_made_to(real, call, a, b, words, says):
     assert out.startswith(says)
     if "fault" in b:
         assert "(agreed through step 1)" in out
+    differs = {"fewer": r"exclude +- +1\*", "full": r"backward +output +full"}
+    assert b not in differs or re.search(differs[b], out)
