@@ -52,8 +52,9 @@ def choose(args: argparse.Namespace) -> None:
     Raises:
         RunError: there is no run; the text says what to give.
     """
-    glob = getattr(args, "derived", None)
-    if glob and getattr(args, "run", "") is None and Path(glob).is_dir():
+    for glob in getattr(args, "derived", None) or ():
+        if getattr(args, "run", "") is not None or not Path(glob).is_dir():
+            continue
         raise RunError(
             f"--derived takes a glob over names of numbers, and {glob} is a directory: put the run "
             f"before the option, as in ddpprobe {args.verb} {glob} --derived"

@@ -18,6 +18,9 @@ class VerbParser(argparse.ArgumentParser):
         # argparse would say "invalid int value".
         self.register("type", int, _whole)
         self.register("type", float, _number)
+        # argparse would forget the first of two values.
+        for action in (None, "store"):
+            self.register("action", action, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Show the usage and what is wrong; exits with 2."""
@@ -31,6 +34,22 @@ class VerbParser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = [found for name in names for found in nearest(f"--{name.lstrip('-')}", known)]
         self.error(f"unrecognized arguments: {plain(' '.join(words))}{did_you_mean(near)}")
+
+
+class _Once(argparse.Action):
+    """Stores a value; an option that is given again is refused. Parse one command line with it."""
+
+    _is_given = False
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        """Take the value of the option, or of an argument without one."""
+        if self._is_given and option_string is not None:
+            raise argparse.ArgumentError(self, "given twice, and takes one value: type it once")
+        self._is_given = True
+        setattr(namespace, self.dest, values)
 
 
 def _whole(text: str) -> int:

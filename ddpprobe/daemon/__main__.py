@@ -33,9 +33,11 @@ LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
 AFTER_PAUSE_SECONDS = 0.25  # a launcher that waits for the daemon's end is in no hurry
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
     """Return the command line of the daemon."""
-    new = argparse.ArgumentParser(
+    new = kind(
         prog="ddpprobe daemon",
         description="Watch the ranks of one node: merge, detect, store, serve /metrics. On a run "
         "that is over: do what is left of it, and end.",
@@ -94,9 +96,12 @@ def _pidfd(text: str) -> tuple[int, int] | None:
         return None  # a launcher has closed it: all but one exit code is known without it
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> int:
     """Run the daemon to its end; return the exit code (0, or 2 for wrong use)."""
-    arguments = parser().parse_args(argv)
+    arguments = parser(kind).parse_args(argv)
     if arguments.service:
         return _be_service()
     try:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.needs import needs
 from ddpprobe.reader.selection import told_as
-from ddpprobe.reader.series import Floats, Key, Series, is_within, last_of_each, matches
+from ddpprobe.reader.series import Floats, Key, Series, is_within, last_of_each, matches_any
 from ddpprobe.records.histogram import BINS, EDGES, NEAR_ZERO, near_zero, quantiles
 from ddpprobe.records.step import COUNTS, NONFINITE, VALUES, Counts, Site, StepRecord, Values
 
@@ -94,12 +94,14 @@ class Histograms:
         return figure_of(self.sites, self.steps, self.edges, self.bins, self.absent)
 
 
-def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> Histograms:
+def read_histograms(
+    records: Iterable[StepRecord], globs: Sequence[str], steps: slice
+) -> Histograms:
     """Collect the histograms of the matching sites; a step that comes again replaces its row.
 
     Args:
         records: ascending within each attempt.
-        glob: as of `Run.series`.
+        globs: as of `Run.series`.
         steps: over step numbers.
     """
     columns: dict[Key, int] = {}
@@ -109,7 +111,7 @@ def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> H
         if not (len(record.binned) and is_within(record.step, steps)):
             continue
         found = [(i, record.sites[row]) for i, row in enumerate(record.binned.tolist())]
-        mine = [(i, site) for i, site in found if matches(site, glob)]
+        mine = [(i, site) for i, site in found if matches_any(site, globs)]
         for _, site in mine:
             if columns.setdefault(site.key, len(sites)) == len(sites):
                 sites.append(site)
@@ -136,14 +138,15 @@ def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> H
     )  # fmt: skip
 
 
-def near_zero_series(found: Histograms, stat: str, glob: str) -> Series:
+def near_zero_series(found: Histograms, stat: str, globs: Iterable[str]) -> Series:
     """Return the shares near zero as a series.
 
     Raises:
         UnknownSeries: no site has a histogram.
     """
     if not found.sites:
-        raise UnknownSeries(f"no site that matches {glob!r} {NONE}")
+        asked = " or ".join(map(repr, globs))
+        raise UnknownSeries(f"no site that matches {asked} {NONE}")
     bad = np.where(found.known, found.counts[..., NONFINITE].sum(-1), np.nan)
     return Series(
         stat, found.sites, found.attempts, found.steps, found.near_zero(), bad, found.absent

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,13 @@ from ddpprobe.reader.selection import (
     check_step,
     check_steps,
     check_text,
+    globs_of,
     is_whole,
 )
 from ddpprobe.reader.series import (
     Scalars,
     Series,
+    is_named,
     known_sites,
     matches,
     no_scalars,
@@ -35,7 +36,7 @@ from ddpprobe.reader.series import (
 )
 from ddpprobe.records.histogram import NEAR_ZERO_RATIO
 from ddpprobe.records.near_names import by_nearness
-from ddpprobe.records.step import STATS, StepRecord
+from ddpprobe.records.step import STATS, Site, StepRecord
 from ddpprobe.rundir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RunNumbers:
 
     def series(
         self,
-        site_glob: str,
+        site_glob: str | Sequence[str],
         stat: str,
         rank: int | None = None,
         steps: slice = slice(None),
@@ -92,7 +93,8 @@ class RunNumbers:
         """Return one statistic of the matching sites over the sampled steps.
 
         Args:
-            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
+            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names. Or
+                several of them.
             stat: one of `records.STATS`, among them mean, std, rms, norm, abs_max, zero_ratio; or
                 near_zero_ratio (|x| < 2**-4), which sites with a histogram have.
             rank: one rank's own rows; None: all ranks merged.
@@ -104,30 +106,32 @@ class RunNumbers:
                 although there are others; the text names what comes close. Or `steps` is no slice
                 over step numbers, which are not negative. It is a ValueError.
         """
-        check_text("site_glob", site_glob, _SITES)
+        globs = globs_of("site_glob", site_glob, _SITES)
         check_text("stat", stat, "rms")
         if stat == NEAR_ZERO_RATIO:
-            return near_zero_series(
-                self.histograms(site_glob, rank, steps, attempt), stat, site_glob
-            )
+            return near_zero_series(self.histograms(globs, rank, steps, attempt), stat, globs)
         if stat not in STATS:
             near = ", ".join(by_nearness(stat, (*STATS, NEAR_ZERO_RATIO)))
             raise UnknownSeries(f"no statistic {stat!r}: choose one of {near}")
         reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
-        found = read_series(reader, attempts, site_glob, stat, rank, steps)
-        if not found.sites:
-            self._check_glob(attempts, rank, site_glob)
+        found = read_series(reader, attempts, globs, stat, rank, steps)
+        self._check_globs(globs, found.sites, attempts, rank)
         return found
 
-    def _check_glob(self, attempts: list[int], rank: int | None, glob: str) -> None:
-        """Raise UnknownSeries if there are sites, and a glob matches none of them."""
-        known = known_sites(self._merged_reader, attempts, rank)
-        if known and not any(matches(site, glob) for site in known.values()):
-            raise UnknownSeries(no_site(self._merged_reader, attempts, glob, known.values()))
+    def _check_globs(
+        self, globs: Sequence[str], found: Sequence[Site], attempts: list[int], rank: int | None
+    ) -> None:
+        """Raise UnknownSeries if a glob matches no site that was found, nor any that there is."""
+        for glob in globs:
+            if any(matches(site, glob) for site in found):
+                continue
+            known = known_sites(self._merged_reader, attempts, rank)
+            if known and not any(matches(site, glob) for site in known.values()):
+                raise UnknownSeries(no_site(self._merged_reader, attempts, glob, known.values()))
 
     def histograms(
         self,
-        site_glob: str = "*",
+        site_glob: str | Sequence[str] = "*",
         rank: int | None = None,
         steps: slice = slice(None),
         attempt: int | None = None,
@@ -139,11 +143,10 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such site, rank or attempt, although there are others.
         """
-        check_text("site_glob", site_glob, _SITES)
+        globs = globs_of("site_glob", site_glob, _SITES)
         attempts = self._asked(rank, attempt, steps)
-        found = read_histograms(self._records(attempts, rank, -1), site_glob, steps)
-        if not found.sites:
-            self._check_glob(attempts, rank, site_glob)
+        found = read_histograms(self._records(attempts, rank, -1), globs, steps)
+        self._check_globs(globs, found.sites, attempts, rank)
         return found
 
     def scalars(
@@ -171,45 +174,51 @@ class RunNumbers:
 
     def matching_scalars(
         self,
-        glob: str = "*",
+        glob: str | Sequence[str] = "*",
         rank: int | None = None,
         steps: slice = slice(None),
         attempt: int | None = None,
     ) -> list[Scalars]:
-        """Return the scalars whose names match a glob, ascending by name; [] if none does.
+        """Return the scalars whose names match a glob, or one of several; [] if none does.
+
+        They are ascending by name.
 
         Raises:
             UnknownSeries: there is no such rank or attempt, although there are others.
         """
-        check_text("glob", glob, "grad_norm*")
+        globs = globs_of("glob", glob, "grad_norm*")
 
         def wanted(name: str) -> bool:
-            return name == glob or fnmatchcase(name, glob)
+            return any(is_named(name, one) for one in globs)
 
         attempts = self._asked(rank, attempt, steps)
         return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
 
     def derived(
-        self, glob: str = "*", steps: slice = slice(None), attempt: int | None = None
+        self,
+        glob: str | Sequence[str] = "*",
+        steps: slice = slice(None),
+        attempt: int | None = None,
     ) -> list[DerivedSeries]:
         """Return numbers of whole steps that follow from the records: noise scale, growth, balance.
 
         A number is left out where no step holds what its formula needs.
 
         Args:
-            glob: over the names in `reader.derived_series.NAMES`.
+            glob: over the names in `reader.derived_series.NAMES`, or several.
             steps: slice over step numbers.
             attempt: None: all of them.
 
         Raises:
             UnknownSeries: there is no such number, in any run, or no such attempt in this one.
         """
-        check_text("glob", glob, "grad_noise*")
-        if not any(fnmatchcase(name, glob) for name in NAMES):
-            near = ", ".join(by_nearness(glob, NAMES))
-            raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
+        globs = globs_of("glob", glob, "grad_noise*")
+        for one in globs:
+            if not any(is_named(name, one) for name in NAMES):
+                near = ", ".join(by_nearness(one, NAMES))
+                raise UnknownSeries(f"no derived number {one!r}: choose one of {near}")
         records = self._records(self._asked(None, attempt, steps), None, -1)
-        return read_derived(records, lambda name: fnmatchcase(name, glob), steps)
+        return read_derived(records, lambda name: any(is_named(name, g) for g in globs), steps)
 
     def to_xarray(
         self,
@@ -288,7 +297,7 @@ class RunNumbers:
 
     def plot(
         self,
-        site_glob: str,
+        site_glob: str | Sequence[str],
         stat: str,
         rank: int | None = None,
         steps: slice = slice(None),

@@ -92,6 +92,20 @@ def check_text(what: str, given: object, example: str) -> None:
         raise UnknownSeries(f"{what} is a text such as {example!r}, got {given!r:.80}")
 
 
+def globs_of(what: str, given: object, example: str) -> tuple[str, ...]:
+    """Return one glob or several as several.
+
+    Raises:
+        UnknownSeries: they are no texts, or there is none.
+    """
+    if isinstance(given, list | tuple) and given:
+        for each in given:
+            check_text(f"each of {what}", each, example)
+        return tuple(given)
+    check_text(what, given, example)
+    return (str(given),)
+
+
 def check_step(what: str, step: object) -> None:
     """Raise UnknownSeries for what is no number of a step."""
     if not is_whole(step):

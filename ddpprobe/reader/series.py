@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -74,7 +74,17 @@ def matches(site: Site, glob: str) -> bool:
     names = [str(site), site.fqn, f"{site.fqn}:{site.kind}", site.printed_fqn]
     if site.leaf:
         names += (f"{fqn}:{site.kind}[{site.leaf}]" for fqn in (site.fqn, site.printed_fqn))
-    return glob in names or any(fnmatchcase(name, glob) for name in names)
+    return any(is_named(name, glob) for name in names)
+
+
+def is_named(name: str, glob: str) -> bool:
+    """Return whether a glob matches a name; a name matches itself, whatever is in it."""
+    return name == glob or fnmatchcase(name, glob)
+
+
+def matches_any(site: Site, globs: Iterable[str]) -> bool:
+    """Return whether one of several globs matches a site, see `matches`."""
+    return any(matches(site, glob) for glob in globs)
 
 
 def is_within(step: int, steps: slice) -> bool:
@@ -170,7 +180,7 @@ def last_of_each(attempts: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArr
 def read_series(
     merged_reader: MergedReader,
     attempts: list[int],
-    glob: str,
+    globs: Sequence[str],
     stat: str,
     rank: int | None,
     steps: slice,
@@ -178,10 +188,10 @@ def read_series(
     """Read a series; the columns of the store that `stat` does not need are left alone."""
     table = _Table()
     for attempt in attempts:
-        last = _stored_series(merged_reader, attempt, glob, stat, rank, steps, table)
+        last = _stored_series(merged_reader, attempt, globs, stat, rank, steps, table)
         for record in unfolded(merged_reader, attempt, rank, last):
             if record.sampled and is_within(record.step, steps):
-                _put_record(table, record, glob, stat)
+                _put_record(table, record, globs, stat)
     return table.dense(stat)
 
 
@@ -263,15 +273,15 @@ def unfolded(
 
 
 def _stored_series(
-    merged_reader: MergedReader, attempt: int, glob: str, stat: str, rank: int | None, steps: slice,
-    table: _Table,
+    merged_reader: MergedReader, attempt: int, globs: Sequence[str], stat: str, rank: int | None,
+    steps: slice, table: _Table,
 ) -> int:  # fmt: skip
     """Take in the committed rows; return the last step among them."""
     group = merged_reader.group(attempt, group_name(rank))
     if group is None:
         return -1
     sites = group.sites() or []
-    places = [i for i, site in enumerate(sites) if matches(site, glob)]
+    places = [i for i, site in enumerate(sites) if matches_any(site, globs)]
     last = int(group.step_numbers()[0].max(initial=-1))
     columns = table.columns_of([sites[i] for i in places])
     blocks = group.statistic(stat, places, lambda n: _are_within(n, steps)) if places else ()
@@ -296,8 +306,8 @@ def _absent(group: StoredGroup) -> dict[int, int]:
     return found
 
 
-def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None:
-    rows = [i for i, site in enumerate(record.sites) if matches(site, glob)]
+def _put_record(table: _Table, record: StepRecord, globs: Sequence[str], stat: str) -> None:
+    rows = [i for i, site in enumerate(record.sites) if matches_any(site, globs)]
     if rows:
         columns = table.columns_of([record.sites[i] for i in rows])
         counts, values = record.counts[None, rows], record.values[None, rows]

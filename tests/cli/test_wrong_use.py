@@ -88,6 +88,34 @@ def test_what_install_takes_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(begun) == 1
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "values"),
+    [
+        ("trace", "--steps", ("1", "2")), ("trace", "--stat", ("rms", "rms")),
+        ("compare", "--sites", ("a", "b")), ("report", "-o/--output", ("a", "b")),
+        ("run", "--every", ("1", "2")), ("trigger", "--steps", ("2", "2")),
+        ("daemon", "--dir", ("a", "b")),
+    ],
+)  # fmt: skip
+def test_an_option_of_one_value_that_is_given_twice_is_refused(
+    call: Call, verb: str, option: str, values: tuple[str, str]
+) -> None:
+    typed = option.partition("/")[0]
+    told = (
+        f"ddpprobe {verb}: error: argument {option}: given twice, and takes one value: type it once"
+    )
+    words = [word for value in values for word in (typed, value)]
+    assert refused(call, verb, *words) == told
+
+
+def test_the_options_of_a_job_are_its_own(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    def begin(_: str, words: list[str], *__: object) -> None:
+        raise SystemExit(len(words))
+
+    monkeypatch.setattr(os, "execvpe", begin)
+    assert call("run", "--every", "1", "--", "true", "--every", "2", "--every", "3")[0] == 5
+
+
 def test_an_object_store_is_not_listed_and_the_url_is_shown_as_it_was_typed(call: Call) -> None:
     said = "ddpprobe: s3://a/b: an object store is not listed; give the URL of a run"
     assert refused(call, "ls", "s3://a/b") == said

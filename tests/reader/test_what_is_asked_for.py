@@ -89,6 +89,15 @@ def test_steps_that_are_none_are_refused(run: Run, name: str, steps: Any, text: 
         BY_STEPS[name](run, steps=steps)
 
 
+def test_several_globs_are_several_and_no_others_are_taken(run: Run) -> None:
+    sites = ["blocks.0.mlp:output", "blocks.1.mlp:output"]
+    assert [str(site) for site in run.series(sites, "rms").sites] == sites
+    assert [s.name for s in run.matching_scalars(("lo*", "loss"))] == ["loss"]
+    for wrong in ([], [3], {"*"}):
+        with pytest.raises(UnknownSeries, match="is a text such as"):
+            run.series(wrong, "rms")
+
+
 def test_what_is_there_is_given_also_by_numbers_of_numpy(run: Run) -> None:
     part = slice(_numpy(2), _numpy(4))
     found = run.series("*", "rms", _numpy(1), part, _numpy(1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ddpprobe.cli import completion
+from ddpprobe.cli.verb_parser import VerbParser
 from ddpprobe.daemon import __main__ as daemon
 
 
@@ -19,4 +20,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Become the daemon; returns its exit code."""
-    return int(daemon.main(args.rest) or 0)
+    return int(daemon.main(args.rest, VerbParser) or 0)

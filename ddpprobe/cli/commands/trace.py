@@ -12,6 +12,8 @@ the gradient's norms.
 
 --derived takes a glob over numbers of the whole step that follow from the records: the gradient
 noise scale, growth over the depth, the balance of experts. What is not known is not there.
+
+Each of the three may be given more than once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from ddpprobe.errors import RunError
 from ddpprobe.reader.derived_series import NAMES, DerivedSeries
 from ddpprobe.reader.no_data import sampled_around, why_empty
 from ddpprobe.reader.run import Run
-from ddpprobe.reader.series import Scalars, Series
+from ddpprobe.reader.series import Scalars, Series, is_named
 from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
 from ddpprobe.records.histogram import NEAR_ZERO_RATIO
 from ddpprobe.records.near_names import by_nearness
@@ -56,13 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--site", metavar="GLOB", help="FQN or FQN:kind, with * and ?")
     what.add_argument(
-        "--scalar", metavar="GLOB", help=f"numbers of each rank (default: {', '.join(HEALTH)})"
+        "--site", metavar="GLOB", action="append", help="FQN or FQN:kind, with * and ?"
     )
+    what.add_argument(
+        "--scalar", metavar="GLOB", action="append",
+        help=f"numbers of each rank (default: {', '.join(HEALTH)})",
+    )  # fmt: skip
     derived = what.add_argument(
         "--derived",
         metavar="GLOB",
+        action="append",
         nargs="?",
         const="*",
         help=f"numbers of the whole step (default: all of {', '.join(NAMES)})",
@@ -117,10 +122,11 @@ def _scalars(run_: Run, args: argparse.Namespace) -> int:
     if args.scalar is None:
         found = [s for name in HEALTH for s in found if s.name == name]
     found = [s for s in found if s.given.any()]
-    if not found:
-        if run_.lost:
-            return report_gaps(run_.lost)
-        raise _no_scalar(run_, args)
+    if not found and run_.lost:
+        return report_gaps(run_.lost)
+    unmatched = [g for g in args.scalar or () if not any(is_named(s.name, g) for s in found)]
+    if not run_.lost and (unmatched or not found):
+        _refuse_scalars(run_, args, unmatched, nothing=not found)
     if args.plot:
         say(plot(_lines(found), ", ".join(s.name for s in found), "--scalar or --rank"))
         for text in _not_drawn(found):
@@ -143,7 +149,7 @@ def _derived(run_: Run, args: argparse.Namespace) -> int:
             return report_gaps(run_.lost)
         _refuse_steps(run_.derived(args.derived), args)
         raise RunError(
-            f"no step holds what {args.derived!r} needs: the noise scale needs two ranks or more "
+            f"no step holds what {_asked(args)} needs: the noise scale needs two ranks or more "
             "whose gradients are averaged whole, growth numbered blocks, balance numbered experts"
         )
     if args.plot:
@@ -418,20 +424,36 @@ def _refuse_steps(anywhere: Sequence[DerivedSeries], args: argparse.Namespace) -
     if anywhere:
         steps = np.unique(np.concatenate([series.steps for series in anywhere]))
         raise RunError(
-            f"no step in --steps holds what {args.derived!r} needs; those that do reach from "
+            f"no step in --steps holds what {_asked(args)} needs; those that do reach from "
             f"{steps[0]} to {steps[-1]}; nearest: {sampled_around(steps, args.steps)}"
         )
 
 
-def _no_scalar(run_: Run, args: argparse.Namespace) -> Exception:
-    """Say whether it is the name or the steps that match nothing."""
+def _asked(args: argparse.Namespace) -> str:
+    """Name the globs of --derived."""
+    return " or ".join(map(repr, args.derived))
+
+
+def _refuse_scalars(
+    run_: Run, args: argparse.Namespace, unmatched: Sequence[str], *, nothing: bool
+) -> None:
+    """Raise RunError of names that match nothing, or if there is nothing at all.
+
+    Args:
+        run_: the run.
+        args: what was typed.
+        unmatched: globs that match no number at the steps that were asked for.
+        nothing: whether no number at all is there to be shown.
+    """
     known = {s.name for s in run_.matching_scalars("*", args.rank) if s.given.any()}
     if not known:
-        return RunError(f"{args.run}: no rank has said a number of a step")
+        raise RunError(f"{args.run}: no rank has said a number of a step")
     if args.scalar is None and not known.intersection(HEALTH):
         there = ", ".join(sorted(known))
-        return RunError(f"this run has no loss and no gradient norm; --scalar takes one of {there}")
-    if args.scalar is None or any(fnmatchcase(name, args.scalar) for name in known):
-        return _no_step(run_, args)
-    near = ", ".join(by_nearness(args.scalar, known))
-    return RunError(f"no scalar matches {args.scalar!r}: this run has {near}")
+        raise RunError(f"this run has no loss and no gradient norm; --scalar takes one of {there}")
+    for glob in unmatched:
+        if not any(is_named(name, glob) for name in known):
+            near = ", ".join(by_nearness(glob, known))
+            raise RunError(f"no scalar matches {glob!r}: this run has {near}")
+    if nothing:
+        raise _no_step(run_, args)

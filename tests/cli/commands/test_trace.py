@@ -64,6 +64,26 @@ def test_a_glob_chooses_scalars_and_a_rank(call: Call, run: Path) -> None:
     assert cells(out) == [["attempt", "step", "rank", "data_seconds"], ["0", "0", "1", "0.25"]]
 
 
+def test_an_option_that_is_given_again_asks_for_more(call: Call, run: Path) -> None:
+    words = ("--scalar", "data_seconds", "--scalar", "loss", "--rank", 1, "--steps", 0)
+    code, out, err = call("trace", run, *words)
+    assert (code, err, cells(out)[0][3:]) == (0, "", ["data_seconds", "loss"])
+    sites = ("blocks.0.mlp:output", "blocks.1.mlp:output")
+    words = [word for site in sites for word in ("--site", site)]
+    told = json.loads(call("trace", run, *words, "--json")[1])
+    assert [each["site"] for each in told["series"]] == [*sites]
+
+
+def test_of_several_globs_one_that_matches_nothing_is_named(call: Call, run: Path) -> None:
+    for option, there, kind in (("--scalar", "loss", "scalar"), ("--site", "*:output", "site")):
+        code, out, err = call("trace", run, option, there, option, "nope")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"ddpprobe: no {kind} matches 'nope'")
+    code, _, err = call("trace", run, "--derived", "--derived", "nope")
+    assert code == 2
+    assert err.startswith("ddpprobe: no derived number 'nope'")
+
+
 def test_as_json_what_was_not_given_is_told_from_what_is_not_finite(call: Call, run: Path) -> None:
     code, out, _ = call("trace", run, "--scalar", "loss", "--json")
     (loss,) = json.loads(out)["scalars"]
