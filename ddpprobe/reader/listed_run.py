@@ -1,12 +1,15 @@
 """Runs in a list: each by its newest attempt, as far as its daemon has judged it.
 
+What went wrong in the attempts before is counted.
+
 Records are not judged again here, which takes as long as a run has steps: `Run.anomalies` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from ddpprobe.ends.anomalies import is_end
 from ddpprobe.ends.end import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
-from ddpprobe.reader.endings import ending_of
+from ddpprobe.reader.endings import Ending, ending_of
 from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
@@ -44,7 +47,8 @@ class ListedRun:
         step: the newest that was begun; None: not known, or none was.
         anomaly: the first in order of cause of the worst level; None: none is known. It is called
             a first cause only where the daemon saw all that is held.
-        pages, warnings, infos: how many there are.
+        pages, warnings, infos: how many there are in all attempts.
+        earlier: level -> how many of these are in the attempts before.
         judged, sampled: sampled steps of all ranks that the daemon judged, and that were taken, as
             far as known.
         whole: all of it was judged, of a run under way so far.
@@ -64,6 +68,7 @@ class ListedRun:
     pages: int = 0
     warnings: int = 0
     infos: int = 0
+    earlier: Mapping[str, int] = field(default_factory=Counter, hash=False)
     judged: int = 0
     sampled: int = 0
     whole: bool = False
@@ -73,7 +78,7 @@ class ListedRun:
     @property
     def verdict(self) -> str:
         """The first cause in one line, or that nothing was found, and in how much."""
-        which = f"attempt {self.attempt}: " if self.attempt > 0 else ""
+        which = f"attempt {self.attempt}{self._earlier()}: " if self.attempt > 0 else ""
         parts = [_in_a_line(self.anomaly) if self.anomaly else self._nothing()]
         if self.judged and not self.whole:
             parts.append(f"judged: {self._judged()}")
@@ -90,12 +95,20 @@ class ListedRun:
             "state": self.state, "ranks": self.ranks or None, "step": self.step,
             "verdict": self.verdict, "anomaly": self.anomaly and asdict(self.anomaly),
             "anomalies": {"page": self.pages, "warn": self.warnings, "info": self.infos},
+            "earlier": {level: self.earlier[level] for level in ("page", "warn", "info")},
             "judged": {"complete": self.whole, "held": self.judged, "sampled": self.sampled},
             "damage": self.damage or None,
         }  # fmt: skip
 
+    def _earlier(self) -> str:
+        """What was wrong before stands first, where no narrow terminal cuts it off."""
+        counts = (self.earlier["page"], "page"), (self.earlier["warn"], "warning")
+        told = [f"{count} {what}{'s' * (count > 1)}" for count, what in counts if count]
+        return f" (before it: {', '.join(told)})" if told else ""
+
     def _nothing(self) -> str:
-        below = f" at level warn or above ({self.infos} below)" if self.infos else ""
+        infos = self.infos - self.earlier["info"]
+        below = f" at level warn or above ({infos} below)" if infos else ""
         if self.whole and (self.judged or self.state == RUNNING):
             so_far = " so far" if self.state == RUNNING else ""
             return f"no anomalies{below}{so_far} in {_steps(self.judged)}"
@@ -163,8 +176,7 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
         return line
     attempt = attempts[-1]
     ending = ending_of(reader, attempt)
-    judgements = [a for a in reader.daemon_anomalies(attempt) if not is_end(a)]
-    found = judgements + rank_losses(ending, judgements)
+    found = _found(reader, ending)
     # A step that never came to its end is none that was judged, as `completeness` counts them.
     steps, judged_steps = reader.told_steps(attempt, whole=True)
     judged = int(judged_steps.sum())
@@ -173,6 +185,8 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
     if ending.end.state != RUNNING:  # else a rank may come late
         judged -= len(_lacking(reader, attempt, {*steps[judged_steps].tolist()}, by_rank))
     told_all = _is_told(reader, attempt, all_sampled=judged >= taken) and not reader.lost
+    earlier = _levels(a for n in attempts[:-1] for a in _found(reader, ending_of(reader, n)))
+    levels = earlier + _levels(found)
     clocks = [fate.clock.step for fate in ending.case.fates if fate.clock and fate.clock.begun]
     return replace(
         line,
@@ -181,15 +195,26 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
         ranks=reader.world_size(attempt),
         step=max([*clocks, *steps[-1:].tolist()], default=None),
         anomaly=_leading(found, told_all=told_all),
-        pages=sum(a.level == "page" for a in found),
-        warnings=sum(a.level == "warn" for a in found),
-        infos=sum(a.level == "info" for a in found),
+        pages=levels["page"],
+        warnings=levels["warn"],
+        infos=levels["info"],
+        earlier=earlier,
         judged=judged,
         sampled=max(taken, judged),
         whole=told_all and (ending.end.state == RUNNING or 0 < judged >= taken),
         empty=ending.end.state != RUNNING and not judged and took_none(reader, attempt),
         damage=str(reader.lost[0]) if reader.lost else identity.lost,
     )
+
+
+def _found(reader: MergedReader, ending: Ending) -> list[Anomaly]:
+    """Return what the daemon found in an attempt, and its end."""
+    judgements = [a for a in reader.daemon_anomalies(ending.attempt) if not is_end(a)]
+    return judgements + rank_losses(ending, judgements)
+
+
+def _levels(found: Iterable[Anomaly]) -> Counter[str]:
+    return Counter(a.level for a in found)
 
 
 def _lacking(

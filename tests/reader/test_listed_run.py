@@ -271,7 +271,17 @@ def test_a_run_that_began_again_is_told_by_its_newest_attempt(tmp_path: Path) ->
     again.tell(framing.RECORD, head_merge(parts))
     line = listed(again.close().path)
     assert line.attempt == 1
-    assert line.verdict == "attempt 1: no anomalies in 1 sampled step"
+    assert line.verdict == "attempt 1 (before it: 1 page): no anomalies in 1 sampled step"
+
+
+def test_what_is_counted_is_counted_in_all_attempts_as_info_does(tmp_path: Path) -> None:
+    for attempt in range(2):
+        path = Made(tmp_path / "run", attempt=attempt).whole(6).close().path
+    line, info = listed(path), open_run(path).info()
+    told = line.to_json()
+    assert told["anomalies"] == info["anomalies"] == {"page": 2, "warn": 0, "info": 0}
+    assert told["earlier"] == {"page": 1, "warn": 0, "info": 0}
+    assert line.verdict.startswith("attempt 1 (before it: 1 page): PAGE step 3 ")
 
 
 def test_of_a_folded_run_no_statistics_are_read(
