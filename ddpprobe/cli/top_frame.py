@@ -48,7 +48,7 @@ COLUMNS = (
     RankColumn("phase", 5, lambda r: f"{r.phase[0]} {r.phase[1]:.0%}" if r.phase else UNOBSERVED,
            right=False),
     RankColumn("loss", 2, lambda r: _number(r.loss)),
-    RankColumn("grad norm", 1, lambda r: _number(r.grad_norm)),
+    RankColumn("local norm", 1, lambda r: _number(r.grad_norm)),
     RankColumn("memory", 4, lambda r: UNOBSERVED if r.resident_bytes is None
            else size(r.resident_bytes)),
     RankColumn("cpus", 6, lambda r: UNOBSERVED if r.cpus is None else f"{r.cpus:.2f}"),
@@ -88,7 +88,7 @@ def ago(seconds: float) -> str:
 def _title(now: LiveView) -> str:
     known = [r.step for r in now.ranks if r.step is not None]
     steps = f"step {max(known)}" if known else "no step yet"
-    norm = "" if now.grad_norm is None else f" · grad norm {_number(now.grad_norm)}"
+    norm = "" if now.grad_norm is None else f" · reduced grad norm {_number(now.grad_norm)}"
     sampled = "" if now.sampled_step is None else f" · last sampled {now.sampled_step}"
     late = sum(r.state == "late" for r in now.ranks)
     state = f"{now.state}, {late} late" if late else now.state

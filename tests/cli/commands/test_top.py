@@ -196,8 +196,16 @@ def test_columns_that_matter_less_go_first_where_it_is_narrow():
     )
     assert "device" in text(now, 120)
     assert "device" not in text(now, 60)
-    assert "grad norm" in text(now, 60)
+    assert "local norm" in text(now, 60)
     assert text(now, 20).split("\n")[3].split() == ["rank", "state", "step"]
+
+
+def test_the_norm_of_a_rank_and_that_of_the_reduced_gradients_have_unlike_names():
+    now = LiveView("r", "live", "/r", 1, (RankNow(0, "up", grad_norm=2.0),), grad_norm=3.0)
+    title, head, row = (text(now).split("\n")[i] for i in (0, 3, 4))
+    assert "reduced grad norm 3" in title
+    at = head.index("local norm") + len("local norm")
+    assert row[:at].split()[-1] == "2"
 
 
 # ---- a run directory
