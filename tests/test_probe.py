@@ -51,6 +51,7 @@ def train(net: nn.Module, steps: int = 3) -> None:
     ("arguments", "message"),
     [
         ({"model": 3}, r"takes a torch.nn.Module, got int. Write ddpprobe.install\(model\)"),
+        ({"model": [nn.Linear(1, 1)] * 2}, r"got list. .* write ddpprobe.install\({'generator': g"),
         ({"model": nn.ReLU()}, "ReLU has no parameters"),
         ({"every": -1}, "every must be an integer of at least 1 .* got -1"),
         ({"every": 0}, "got 0"),

@@ -33,6 +33,7 @@ _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
 MOST_STEPS = 1 << 53  # below it every whole number is one of float64, too
 MOST_NAMED = 128  # modules and parameters with histograms
+_SEVERAL = "Several models have names: write ddpprobe.install({'generator': g, 'critic': c})."
 _ON_ANOMALY, _TELL = ("record", "stop"), "tell"
 
 
@@ -103,9 +104,10 @@ class InstallOptions:
                 "set DDPPROBE_DISABLE=1 to train here without a probe."
             )
         if not isinstance(model, nn.Module):
+            several = isinstance(model, list | tuple | set)
             raise ValueError(  # noqa: TRY004  (told to all ranks alike)
                 f"install() takes a torch.nn.Module, got {type(model).__name__}. "
-                "Write ddpprobe.install(model)."
+                + (_SEVERAL if several else "Write ddpprobe.install(model).")
             )
         self._check_names()
         schedule, budget = self.schedule(), self.share()
