@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.reader.series import is_within
+from ddpprobe.reader.text import over_steps
 from ddpprobe.records.derived import DERIVED, NOISE_SCALE, DerivedNumbers
 from ddpprobe.records.step import StepRecord
 
@@ -34,6 +35,9 @@ class DerivedSeries:
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
     absent: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return f"DerivedSeries({self.name!r}, {over_steps(self.steps)})"
 
 
 def read_derived(

@@ -13,6 +13,7 @@ from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.needs import needs
 from ddpprobe.reader.selection import told_as
 from ddpprobe.reader.series import Floats, Key, Series, is_within, last_of_each, matches_any
+from ddpprobe.reader.text import over_steps, sites_in_words
 from ddpprobe.records.histogram import BINS, EDGES, NEAR_ZERO, near_zero, quantiles
 from ddpprobe.records.step import COUNTS, NONFINITE, VALUES, Counts, Site, StepRecord, Values
 
@@ -50,6 +51,9 @@ class Histograms:
     values: Values
     known: NDArray[np.bool_]
     absent: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return f"Histograms({sites_in_words(self.sites)} x {over_steps(self.steps)})"
 
     def near_zero(self, below: float = NEAR_ZERO) -> Floats:
         """Return the share of elements with |x| < `below` [rows, sites]; NaN: no histogram.

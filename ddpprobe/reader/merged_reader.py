@@ -24,7 +24,7 @@ from ddpprobe.rundir import framing, paths, validate
 from ddpprobe.store import segments
 from ddpprobe.store.format import attempt_key
 from ddpprobe.store.group_names import attempts_of, groups_of
-from ddpprobe.store.manifest import Consumed, Lost
+from ddpprobe.store.manifest import Consumed, Losses, Lost
 from ddpprobe.store.segments import JournalSource, Segment
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class MergedReader:
 
     def __init__(self, run: paths.RunDir) -> None:
         self.run = run
-        self.lost: list[Lost] = []
+        self.lost = Losses()
         self._open: dict[str, tuple[Stamp, StoredGroup]] = {}
         # Where a rank writes, once it does: in an attempt it stays on its node.
         self._journals: dict[tuple[int, int], list[JournalSource]] = {}

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.text import over_steps, sites_in_words
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import Site, StepRecord, observed
 from ddpprobe.rundir import paths
 
@@ -43,6 +45,10 @@ class Series:
     nonfinite: Floats
     absent: NDArray[np.int64]
 
+    def __repr__(self) -> str:
+        what = f"{sites_in_words(self.sites)} x {over_steps(self.steps)}"
+        return f"Series({self.stat!r}, {what})"
+
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
@@ -63,6 +69,10 @@ class Scalars:
     steps: NDArray[np.int64]
     values: Floats
     given: NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        whose = ranks_text(self.ranks) if self.ranks else "no rank"
+        return f"Scalars({self.name!r}, {whose} x {over_steps(self.steps)})"
 
 
 def matches(site: Site, glob: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,6 +68,20 @@ def size(n_bytes: float) -> str:
 def span(first: int | None, last: int | None) -> str:
     """Say from which step to which; None: there is none."""
     return UNOBSERVED if first is None else f"{first} to {last}"
+
+
+def over_steps(steps: NDArray[np.int64]) -> str:
+    """Say at how many steps something is known, and which they reach: `40 steps, 0 to 390`."""
+    if len(steps) == 1:
+        return f"1 step, {steps[0]}"
+    return f"{len(steps)} steps, {steps.min()} to {steps.max()}" if len(steps) else "0 steps"
+
+
+def sites_in_words(sites: Sequence[object], most: int = 3) -> str:
+    """Say how many sites there are, and name the first: `2 sites (0:output, 1:output)`."""
+    named = [*map(plain, sites[:most]), *["..."] * (len(sites) > most)]
+    listed = f" ({', '.join(named)})" if named else ""
+    return f"{len(sites)} site{'' if len(sites) == 1 else 's'}{listed}"
 
 
 def steps_in_words(info: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ READ_BYTES = 4 << 20
 MAX_LOG_BYTES = 32 << 20
 MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame after damaged bytes
 MAX_FILES = 1 << 20  # of a group, of which a reader keeps the list
+_SHOWN = 3  # of what is lost; `ddpprobe verify` lists all
 Version = tuple[int, int]  # length in bytes, crc32 (zlib)
 
 
@@ -46,6 +47,14 @@ class Lost:
     def __str__(self) -> str:
         span = f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
         return f"{self.where}{span}: {self.why}"
+
+
+class Losses(list[Lost]):
+    """What is lost of a run: a list, of which a notebook shows the first."""
+
+    def __repr__(self) -> str:
+        first = ", ".join(map(repr, self[:_SHOWN]))
+        return f"[{first}, ... {len(self)} in all]" if len(self) > _SHOWN else f"[{first}]"
 
 
 @dataclass(slots=True)

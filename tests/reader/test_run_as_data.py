@@ -21,6 +21,7 @@ from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.records.step import FORMULAS, Site, StepRecord
 from ddpprobe.rundir import framing
+from ddpprobe.store.manifest import Losses, Lost
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.retention import RetentionLimits
 from ddpprobe.store.row_reader import RowReader
@@ -250,6 +251,31 @@ def test_few_sites_are_lines_and_many_an_image_with_bad_steps_marked(tmp_path: P
     assert [(x, y) for x, y in picture.lines[0].get_xydata()] == [(4, 0)]
     with pytest.raises(UnknownSeries, match="nothing to draw"):
         run.plot("*", "rms", steps=slice(10**6, None))
+
+
+def test_what_is_read_shows_itself_in_a_line_and_stays_what_it_is(tmp_path: Path) -> None:
+    made = Made(tmp_path / "run")
+    for step in range(0, 200, 2):
+        made.write([record(rank, step, 40) for rank in range(2)])
+    run = open_run(made.close().path)
+    found = run.series("*", "rms")
+    named = "blocks.0.mlp:output, blocks.1.mlp:output, blocks.2.mlp:output, ..."
+    assert repr(found) == f"Series('rms', 40 sites ({named}) x 100 steps, 0 to 198)"
+    one = run.series("blocks.0.mlp", "rms", steps=slice(0, 1))
+    assert repr(one) == "Series('rms', 1 site (blocks.0.mlp:output) x 1 step, 0)"
+    assert repr(run.scalars("loss")) == "Scalars('loss', ranks 0-1 x 100 steps, 0 to 198)"
+    assert repr(run.histograms()) == "Histograms(0 sites x 0 steps)"
+    assert replace(one, stat="std").sites == one.sites
+    assert np.array_equal(pickle.loads(pickle.dumps(found)).values, found.values)
+
+
+def test_of_much_that_is_lost_a_notebook_shows_the_first(tmp_path: Path) -> None:
+    lost = [Lost(f"run.zarr/{number}", None, "is missing") for number in range(100)]
+    few, many = Losses(lost[:2]), Losses(lost)
+    assert repr(few) == repr(lost[:2])
+    assert repr(many) == f"{repr(lost[:3])[:-1]}, ... 100 in all]"
+    assert (few, many) == (lost[:2], lost)
+    assert type(open_run(Made(tmp_path / "run").whole(3).close().path).lost) is Losses
 
 
 def test_a_notebook_shows_what_ls_says_and_no_html_of_a_stranger(tmp_path: Path) -> None:
