@@ -123,7 +123,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 def said(value: object) -> str:
     """Return what a run says of itself as it is printed: `-` where that is nothing."""
-    if value is None or value in ([], {}):
+    if value is None or value in ("", [], {}):
         return "-"
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return ", ".join(value)

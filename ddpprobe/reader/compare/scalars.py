@@ -70,7 +70,7 @@ _OVER_KIND = {
     "grad_norm_local": "grad_local", ACTIVE: "grad_local", "grad_norm": "grad",
 }  # fmt: skip
 OTHER_WRAPPER = "over what a rank holds, under another wrapper"
-OTHER_PARTS = "of one rank's part of the batch, which was split in another way"
+OTHER_PARTS = "numbers of one rank's part of the batch, which was split in another way"
 OTHER_SITES = "over the observed sites, which differ"
 
 Scalar = tuple[str, int | None]  # name; whose it is, None for the mean over the ranks

@@ -645,7 +645,10 @@ def test_the_process_that_trained_is_no_difference_between_runs(tmp_path, call):
 
 
 def test_what_differs_is_told_as_it_was_written(tmp_path, call):
-    options = [{"backward": "output", "exclude": []}, {"backward": "full", "exclude": ["0", "h*"]}]
+    options = [
+        {"backward": "output", "exclude": [], "backend": ""},
+        {"backward": "full", "exclude": ["0", "h*"], "backend": "gloo"},
+    ]
     for name, told in zip("ab", options, strict=True):
         made = Made(tmp_path / name, options=told)
         made.write(made_record(r, s) for s in range(2) for r in range(2))
@@ -654,13 +657,15 @@ def test_what_differs_is_told_as_it_was_written(tmp_path, call):
     a, b = tmp_path / "a", tmp_path / "b"
     said = call("compare", a, b)[1].split("what else differs\n")[1].split("\n\n")[0]
     assert [line.split() for line in said.strip().split("\n")] == [
-        ["A", "B"], ["backward", "output", "full"], ["exclude", "-", "0,", "h*"],
+        ["A", "B"], ["backend", "-", "gloo"], ["backward", "output", "full"],
+        ["exclude", "-", "0,", "h*"],
     ]  # fmt: skip
     assert json.loads(call("compare", a, b, "--json")[1])["reasons"] == [
+        {"name": "backend", "a": "", "b": "gloo"},
         {"name": "backward", "a": "output", "b": "full"},
         {"name": "exclude", "a": [], "b": ["0", "h*"]},
     ]
-    assert json.loads(call("compare", a, older, "--json")[1])["reasons"] == []
+    assert json.loads(call("compare", b, older, "--json")[1])["reasons"] == []
 
 
 def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
