@@ -34,6 +34,7 @@ from ddpprobe.records.step import (
     CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SURE,
     CLASS_WEIGHT,
     LABEL_BITS,
     Anomaly,
@@ -201,7 +202,8 @@ class CrossEntropy(SoundStepsDetector):
 
     def _look_at_labelled(self, record: StepRecord) -> Iterator[Anomaly]:
         shares = scalars(record, CLASS_LABELLED)
-        self._labelled.append((min(shares), max(shares)))
+        sure = scalars(record, CLASS_SURE)  # they may have none, as of logits that exploded
+        self._labelled.append((min(shares) - max(sure, default=0.0), max(shares)))
         if len(self._labelled) < self._looks + COUNTING:
             return
         lows, highs = np.array(self._labelled).T

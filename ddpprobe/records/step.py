@@ -247,11 +247,11 @@ PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
 # Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, how
 # many of them are looked at, the weight of each in the loss, the share of those with a label, of
 # these the share that is answered rightly, the label if all have the same (-1: they have not), and
-# a bit for each label that there is, modulo the number of bits; and by which power of its share
-# among the rows a label weighs. NaN: it is another loss.
+# a bit for each label that there is, modulo the number of bits; by which power of its share a label
+# weighs; the share of rows too sure to tell whether they have a label. NaN: it is another loss.
 CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class_weight"
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
-CLASS_SEEN, LABEL_BITS, CLASS_POWER = "classes_seen", 52, "class_power"
+CLASS_SEEN, LABEL_BITS, CLASS_POWER, CLASS_SURE = "classes_seen", 52, "class_power", "class_sure"
 # Scalar of the first sampled steps, see `hooks.extra_activation`: what outputs went through before
 # a loss that has its own: a place among these, from 1 on. 0: nothing; NaN: nobody can tell yet.
 EXTRA_ACTIVATION = "extra_activation"

@@ -145,6 +145,16 @@ def test_padding_that_counts_is_told_at_the_third_look() -> None:
     assert "were ignored" in warn.message
 
 
+def test_rows_that_are_too_sure_to_tell_whether_they_have_a_label_are_no_padding_that_counts() -> (
+    None
+):
+    """Logits that exploded: what the loss ignores has no gradient, as what it answers rightly."""
+    before = [look(labelled=0.875, class_sure=0.0)] * 20
+    assert told(before + [look(class_sure=0.125)] * 30) == []
+    (warn,) = told(before + [look(class_sure=0.0)] * 30)
+    assert warn.step == 22
+
+
 @pytest.mark.parametrize(
     "shares",
     [

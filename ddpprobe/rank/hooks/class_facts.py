@@ -24,6 +24,7 @@ from ddpprobe.records.step import (
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
+    CLASS_SURE,
     CLASS_WEIGHT,
     LABEL_BITS,
 )
@@ -114,7 +115,8 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
     that have a label, of those with a gradient the share whose largest logit is that of the label,
     the label if it is the same in all, of as many samples as are needed (-1: it is not), and which
     labels there are: a bit for each, modulo `LABEL_BITS`. And by which power of its share among the
-    rows a label weighs (0: all weigh the same; -1: the inverse).
+    rows a label weighs (0: all weigh the same; -1: the inverse), and the share of rows without a
+    gradient that are sure of their answer: with a label it may be too small, so nobody can tell.
 
     Args:
         logits: float32 [rows, classes], of the rows that are looked at.
@@ -129,7 +131,8 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         (own, label), (high, answer), whole = g.min(1), logits.max(1), logits.logsumexp(1)
         counts = (own < 0) | (g.amax(1) > 0)
         n = counts.sum()
-        ignored = (~counts & (high - whole < SURE)).sum()
+        silent, sure = ~counts, high - whole >= SURE
+        ignored = (silent & ~sure).sum()
         columns = torch.arange(0, classes, step, device=g.device)
         others = counts[:, None] & (columns != label[:, None])
         both = torch.stack(((logits[:, ::step] - whole[:, None]).exp(), g[:, ::step])) * others
@@ -171,6 +174,7 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         names = CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL, CLASS_SEEN
         rows.add_scalars(names, told)
         rows.add_scalar(CLASS_POWER, power.double())
+        rows.add_scalar(CLASS_SURE, (silent & sure).sum() / len(g))
         rows.add_scalar(CLASS_ROWS, rows_of_all)
         rows.add_scalar(CLASS_LOOKED, len(g))
 

@@ -34,6 +34,7 @@ from ddpprobe.records.step import (
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
+    CLASS_SURE,
     CLASS_WEIGHT,
 )
 
@@ -205,9 +206,14 @@ def test_rows_that_the_loss_ignores_have_no_label(dtype: torch.dtype) -> None:
 
 def test_a_row_whose_answer_is_sure_is_not_taken_for_an_ignored_one() -> None:
     logits, labels = drawn(4, 1.0, 32)
-    logits[:8] = 100.0 * functional.one_hot(labels[:8], 4)
+    logits[:8] = 1000.0 * functional.one_hot(labels[:8], 4)
     told = facts(logits, lambda y: functional.cross_entropy(y, labels))
-    assert told[CLASS_LABELLED] == 1
+    assert (told[CLASS_LABELLED], told[CLASS_SURE]) == (1, 0.25)
+    labels[:2] = -100
+    assert facts(logits, lambda y: functional.cross_entropy(y, labels))[CLASS_SURE] == 0.25
+    labels[8:20] = -100
+    told = facts(logits, lambda y: functional.cross_entropy(y, labels))
+    assert (told[CLASS_LABELLED], told[CLASS_SURE]) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.2])
