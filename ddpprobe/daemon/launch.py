@@ -49,7 +49,11 @@ _OURS = (
     "DDPPROBE_STRICT", variables.LINGER, variables.LISTEN, variables.MAX_BYTES, variables.MAX_AGE,
     variables.HISTOGRAMS,
 )  # fmt: skip
-_GONE = "ddpprobe: the run directory %s is gone: nothing is recorded any more, training goes on"
+_GONE = (
+    "ddpprobe: the run directory %s is gone, training goes on. If it was deleted, nothing is "
+    "recorded any more; if it was moved, it still is, but no daemon watches the run: `ddpprobe "
+    "daemon --dir` finishes it where it is now"
+)
 _SELDOM = "it is started anew, ever more seldom, and the journals keep the records meanwhile"
 # What Python, the loader and NumPy's OpenBLAS say where there is no memory. A thread may be refused
 # for other reasons, too, unless what a process may address is limited.

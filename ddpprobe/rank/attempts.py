@@ -238,9 +238,10 @@ def _take(run: RunDir) -> DirectoryLock:
         ) from error
     if held:
         raise ValueError(
-            f"{run.path} is held by a live run. Give run_dir= another directory, or leave it "
-            "out to get a new one. (If that run is this job, started by mp.spawn or the like: call "
-            "install() after init_process_group.)"
+            f"{run.path} is held by a live run. If that is an earlier probe of this process, as of "
+            "a cell that is run again, call its close() first. Else give run_dir= another "
+            "directory, or leave it out to get a new one. (If that run is this job, started by "
+            "mp.spawn or the like: call install() after init_process_group.)"
         )
     return lock
 

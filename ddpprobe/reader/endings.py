@@ -14,6 +14,7 @@ from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.under_way import is_here, is_under_way
 from ddpprobe.records.events import ExitEvent, SealedEvent
+from ddpprobe.rundir import tmpfs
 from ddpprobe.store.remote.cache import url_of
 
 
@@ -78,12 +79,15 @@ def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
     world = merged_reader.world_size(attempt)
     ended = {e.what.rank for e in events if isinstance(e.what, ExitEvent)}
     present = [beat for rank, (_, beat) in beats.items() if rank not in ended]
-    # A copy of what was uploaded tells of no process: what is not sealed may go on.
+    # A copy, also of what was uploaded, tells of no process: what is not sealed may go on.
     open_ended = not any(isinstance(e.what, SealedEvent) for e in events)
-    copied = open_ended and url_of(merged_reader.run.path) is not None
+    run, nodes = merged_reader.run, {node for node, _ in beats.values()}
+    copied = open_ended and (
+        url_of(run.path) is not None
+        or any(tmpfs.is_copied(run.heartbeat(attempt, node, 0).parent) for node in nodes)
+    )
     partial = bool(set(range(world)) - set(ranks) - evidence.told) or copied
     still = live and bool(present) and is_still(present, time.time_ns())
     if still:  # of another machine's ranks its daemon says so, by the clock that is theirs
-        nodes = {node for node, _ in beats.values()}
-        still = all(is_here(merged_reader.run, attempt, node) for node in nodes)
+        still = all(is_here(run, attempt, node) for node in nodes)
     return evidence.case(world, live=live, stalled=still, partial=partial)

@@ -95,14 +95,16 @@ def beside(own: Path) -> Path | None:
     """Return the directory in memory that a node's directory of heartbeats points to, if any.
 
     On another machine than the rank's, after a restart of it, and after an orderly end there is
-    none.
+    none, nor beside a copy of the run: what is in memory goes on, and a copy does not.
     """
-    try:
-        name = safe_read.read_regular(own, POINTER, most=256).decode()
-    except (OSError, ValueError):
-        return None
-    place = ROOT / name
-    return place if _NAME.fullmatch(name) and place.is_dir() and not place.is_symlink() else None
+    place = _pointed_at(own)
+    return None if place is None or _is_of_another(place, own) else place
+
+
+def is_copied(own: Path) -> bool:
+    """Whether a node's directory of heartbeats is a copy of one that has memory."""
+    place = _pointed_at(own)
+    return place is not None and _is_of_another(place, own)
 
 
 def read(place: Path | None, name: str) -> bytes | None:
@@ -150,6 +152,27 @@ def origins() -> dict[Path, Path]:
             if own is not None:
                 found[ROOT / name] = own
     return found
+
+
+def _pointed_at(own: Path) -> Path | None:
+    try:
+        name = safe_read.read_regular(own, POINTER, most=256).decode()
+    except (OSError, ValueError):
+        return None
+    place = ROOT / name
+    return place if _NAME.fullmatch(name) and place.is_dir() and not place.is_symlink() else None
+
+
+def _is_of_another(place: Path, own: Path) -> bool:
+    """Whether the pointer that the directory in memory names is there, and not that in `own`.
+
+    That of a run which was moved is not there, nor one that another mount namespace sees elsewhere.
+    """
+    try:
+        named = safe_read.read_regular(place, ORIGIN, most=4096).decode()
+        return not Path(named).samefile(own / POINTER)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_tmpfs(device: int) -> bool:

@@ -38,9 +38,10 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], 
         carry, to_end = spool.Carrier.carry, NodeDaemon.serve
         daemons = []
 
-        def end(daemon: NodeDaemon) -> None:
-            to_end(daemon)
+        def end(daemon: NodeDaemon) -> bool:
+            is_there = to_end(daemon)
             daemons.append(daemon)
+            return is_there
 
         def refused(carrier: spool.Carrier, *args: bool) -> bool:
             return room and bool(daemons) and carry(carrier, *args)
