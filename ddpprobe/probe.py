@@ -23,7 +23,7 @@ from ddpprobe.rank.join import Joined, join_run
 from ddpprobe.rank.listener import Listener, must_listen
 from ddpprobe.rank.made_recorder import make_recorder
 from ddpprobe.rank.notes import Notes
-from ddpprobe.rank.options import Checked, InstallOptions, as_globs, is_disabled
+from ddpprobe.rank.options import Checked, InstallOptions, is_disabled, options_of
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
 from ddpprobe.rank.quiet_fuse import QuietFuse
@@ -33,6 +33,7 @@ from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.rank.stats.warm_up import compile_kernels
 from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.rank.topology.engine import Engine
+from ddpprobe.rank.torch_private import unseen_by_modes
 from ddpprobe.rank.torch_private.dynamo import run_beside_graphs
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir import switches
@@ -185,6 +186,7 @@ class Probe:
         """Write what is left and take every hook, file handle and lock away. Idempotent."""
         self._close(at_exit=False)
 
+    @unseen_by_modes
     def _close(self, *, at_exit: bool) -> None:
         if self._waits is not None:
             self._waits.cancel()
@@ -337,10 +339,11 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
     }  # fmt: skip
     if isinstance(model, Mapping):
         defaults = _defaults()
-        return install_each(model, said, lambda one, o: _install(one, _options(**defaults | o)))
-    return _install(model, _options(**said))  # type: ignore[arg-type]  # as the signature says
+        return install_each(model, said, lambda one, o: _install(one, options_of(**defaults | o)))
+    return _install(model, options_of(**said))  # type: ignore[arg-type]  # as the signature says
 
 
+@unseen_by_modes
 def _install(model: nn.Module, options: InstallOptions) -> Probe:
     """Observe one model from now on."""
     if (probe := Probe())._is_off:  # noqa: SLF001  (same module)
@@ -367,7 +370,7 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
     """
     if (probe := Probe())._is_off:  # noqa: SLF001  (same module)
         return probe
-    made = _options(**_defaults() | options)
+    made = options_of(**_defaults() | options)
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _meet_group(probe, model, made, called)
     else:
@@ -377,23 +380,12 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
 
 def install_driven(model: nn.Module, engine: Engine, **options: Any) -> Probe:  # noqa: ANN401
     """Observe a model as `install` does, while an engine tells of its steps and gradients."""
-    return _install(model, replace(_options(**_defaults() | options), engine=engine))
+    return _install(model, replace(options_of(**_defaults() | options), engine=engine))
 
 
 def _defaults() -> dict[str, Any]:
     known = inspect.signature(install).parameters.values()
     return {each.name: each.default for each in known if each.name != "model"}
-
-
-def _options(
-    *, include: str | Iterable[str], exclude: str | Iterable[str], capture: str | Iterable[str],
-    detectors: Mapping[str, object] | None, histograms: str | Iterable[str],
-    **more: Any,  # noqa: ANN401  (as `install` takes them)
-) -> InstallOptions:  # fmt: skip
-    return InstallOptions(
-        include=as_globs(include), exclude=as_globs(exclude), capture=as_globs(capture),
-        detectors=detectors or {}, histograms=as_globs(histograms), **more,
-    ).with_environment()  # fmt: skip
 
 
 def _described(model: nn.Module, options: InstallOptions) -> Topology:
@@ -436,6 +428,7 @@ def _is_not_alone(
     return True
 
 
+@unseen_by_modes
 def _join(
     probe: Probe, model: nn.Module, options: InstallOptions, inside: nn.Module | None = None
 ) -> None:

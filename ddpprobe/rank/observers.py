@@ -233,7 +233,8 @@ class Observers:
         self.topology.remember_modules()
         self.compiled.eager = self.eager
         self.eager.attach()
-        if self._use_full and not torch_private.in_functorch():
+        # The views that a full hook makes are torch's: a mode would see them.
+        if self._use_full and not (torch_private.in_functorch() or torch_private.in_a_mode()):
             self.full.attach()
 
     def detach(self) -> None:

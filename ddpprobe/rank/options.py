@@ -305,6 +305,18 @@ def as_globs(globs: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(globs) if several else (globs,)  # type: ignore[return-value]
 
 
+def options_of(
+    *, include: str | Iterable[str], exclude: str | Iterable[str], capture: str | Iterable[str],
+    detectors: Mapping[str, object] | None, histograms: str | Iterable[str],
+    **more: Any,  # noqa: ANN401  (as `install` takes them)
+) -> InstallOptions:  # fmt: skip
+    """Return the arguments of `install()`, and what the environment says instead."""
+    return InstallOptions(
+        include=as_globs(include), exclude=as_globs(exclude), capture=as_globs(capture),
+        detectors=detectors or {}, histograms=as_globs(histograms), **more,
+    ).with_environment()  # fmt: skip
+
+
 def is_disabled() -> bool:
     """Whether the environment switches ddpprobe off. Raises InstallError."""
     try:

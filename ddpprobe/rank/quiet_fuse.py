@@ -1,7 +1,7 @@
 """A fuse for what enters from the training: what it calls is seen by no mode of the user's.
 
-A hook of a tensor or of an optimizer runs inside whatever dispatch mode is active: a flop counter
-would count our operators, and a mode that looks for a NaN in each result would raise for them.
+A hook of a tensor or of an optimizer runs inside whatever mode is active: a flop counter would
+count our operators, and a mode that looks for a NaN in each result would raise for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @final
 class QuietFuse(Fuse):
-    """Guards as any fuse does, outside of dispatch modes."""
+    """Guards as any fuse does, outside of the user's modes."""
 
     def guard(self, fn: Callable[P, R], caller: Caller = Caller.PYTHON) -> Callable[P, R | None]:
         """Wrap an entry point; the hooks of modules are outside already (`CopySafeObserver`)."""

@@ -231,9 +231,8 @@ class CallHooks:
         """Keep the gradient of an output, if it is one of this step's."""
         if self._step_capture is None or self._step_capture.step != step:
             return
-        with torch_private.outside_modes():
-            spec = parts.activation(self._topology, key.fqn, gradient, shard_spec)
-            self._step_capture.add(key, gradient, spec)
+        spec = parts.activation(self._topology, key.fqn, gradient, shard_spec)
+        self._step_capture.add(key, gradient, spec)
 
     def _call(self, fqn: str) -> _Call:
         micro = max(self._clock.micro, 0)

@@ -21,10 +21,11 @@ from ddpprobe.rank.capture.step_capture import PackKey, StepCapture
 from ddpprobe.rank.hooks import fast_path
 from ddpprobe.rank.hooks.eager import StepPosition
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.quiet_fuse import QuietFuse
 from ddpprobe.rank.topology import parts
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.records import events
-from ddpprobe.rundir.fuse import Fuse, logger
+from ddpprobe.rundir.fuse import logger
 from ddpprobe.rundir.orders import Order
 from ddpprobe.rundir.stopwatch import Stopwatch
 from ddpprobe.rundir.tensor_pack import FIRST_BAD
@@ -49,7 +50,7 @@ class Capturing:
         self, globs: tuple[str, ...], pack_writer: PackWriter, rank: int, stopwatch: Stopwatch
     ) -> None:
         self._globs, self._pack_writer, self._rank = globs, pack_writer, rank
-        self.fuse = Fuse("capture", on_blow=self._blown, stopwatch=stopwatch)
+        self.fuse = QuietFuse("capture", on_blow=self._blown, stopwatch=stopwatch)
         self._orders: list[Order] = []
         self._topology: Topology | None = None
         self._clock: StepPosition | None = None

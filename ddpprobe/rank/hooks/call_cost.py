@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver
-from ddpprobe.rank.torch_private import dynamo, modes
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
@@ -51,7 +51,7 @@ def measure() -> list[Seconds]:
     fuse = Fuse("measuring what hooks take", stopwatch=watch)
     entry = {caller: fuse.guard(_nothing, caller) for caller in Caller}
     python = _difference(watch, lambda: _loop(entry[Caller.PYTHON]), lambda: _loop(_nothing))
-    with torch_private.outside_modes(), modes.outside_functions():
+    with torch_private.outside_modes():
         return [
             python,
             _of_a_module(watch, entry[Caller.MODULE]),

@@ -17,7 +17,7 @@ def test_every_private_name_passes_its_self_test() -> None:
         "current_node": True, "leaves_gradients": True, "returns_gradients": True,
         "uses_of_leaves": True,
     }  # fmt: skip
-    assert modes.self_test() == {"outside_functions": True, "plain_mode": True}
+    assert modes.self_test() == {"plain_mode": True}
 
 
 def test_without_the_private_names_each_degrades_as_it_says(monkeypatch) -> None:
