@@ -1,4 +1,8 @@
-"""The parameters whose vanished `.grad` tells that a step was given up, or thrown away."""
+"""The parameters whose vanished `.grad` tells that a step was given up, or thrown away.
+
+They are held as they are, and their gradients by their memory: torch swaps no tensor that has a
+weak reference (`torch.utils.swap_tensors`), which is how `model.to()` changes a DTensor.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import weakref
 from collections.abc import Iterator
 from typing import final
 
-from torch import nn
-from torch.utils.weak import TensorWeakRef
+import torch
+from torch import Tensor, nn
 
 from ddpprobe.rank.topology.describe import Topology
 
 _MOST = 3
+_Memory = weakref.ref[torch.UntypedStorage]
 
 
 @final
@@ -23,8 +28,8 @@ class Anchors:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._chosen: list[weakref.ref[nn.Parameter]] = []
-        self._left: list[TensorWeakRef | None] = []  # their gradients, by the last backward
+        self._chosen: list[nn.Parameter] = []
+        self._left: list[_Memory | None] = []  # their gradients, by the last backward
 
     @property
     def dropped(self) -> bool:
@@ -37,21 +42,34 @@ class Anchors:
             return
         if not self._chosen:
             with_grad = [p for _, p in self._topology.named_parameters() if p.grad is not None]
-            self._chosen = [weakref.ref(parameter) for parameter in with_grad[:_MOST]]
-        grads = (parameter.grad for parameter in self.living())
-        self._left = [None if grad is None else TensorWeakRef(grad) for grad in grads]
+            self._chosen = with_grad[:_MOST]
+        self._left = [_memory_of(parameter.grad) for parameter in self._chosen]
+
+    def look_again(self) -> None:
+        """Let go of those that the model has no more; not for every step."""
+        mine = {id(parameter) for _, parameter in self._topology.named_parameters()}
+        if not all(id(parameter) in mine for parameter in self._chosen):
+            self._chosen = [parameter for parameter in self._chosen if id(parameter) in mine]
+            self._left = []
 
     def living(self) -> Iterator[nn.Parameter]:
-        """Yield those that the model still has."""
-        return (p for ref in self._chosen if (p := ref()) is not None)
+        """Yield them."""
+        return iter(self._chosen)
 
     def vanished(self) -> bool:
         """Whether the gradients that were there after the backward are gone."""
-        return all(parameter.grad is None for parameter in self.living())
+        return all(parameter.grad is None for parameter in self._chosen)
 
     def replaced(self) -> bool:
         """Whether one of them has another gradient now than the last backward has left it."""
         return any(
-            left is not None and parameter.grad is not None and left() is not parameter.grad
-            for parameter, left in zip(self.living(), self._left, strict=False)
+            left is not None and parameter.grad is not None and left != _memory_of(parameter.grad)
+            for parameter, left in zip(self._chosen, self._left, strict=False)
         )
+
+
+def _memory_of(gradient: Tensor | None) -> _Memory | None:
+    """Return what tells whether another gradient is this one; None if there is none, or no way."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    return weakref.ref(gradient.untyped_storage())

@@ -153,6 +153,7 @@ class Observers:
         if reduced and not graph.returns_gradients(p for _, p in topology.leaves()):
             self.read_gradients(scaled=True)
             self.gradients_read = True
+        self.rows.let_go()
 
     def read_gradients(self, of: Collection[int] | None = None, *, scaled: bool) -> None:
         """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet.
@@ -243,6 +244,7 @@ class Observers:
         self.eager.detach()
         self.full.detach()
         self.capturing.detach()
+        self.rows.let_go()
 
     def pause(self) -> None:
         """Let go of the model until the next step that is observed."""

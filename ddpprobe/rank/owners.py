@@ -30,7 +30,7 @@ class Owners:
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._own: dict[int, weakref.ref[Tensor]] = {}  # the model's parameters, as last listed
+        self._own: dict[int, Tensor] = {}  # the model's parameters, as listed in this step
         self._complete: dict[tuple[int, ...], bool] = {}  # do these own every parameter?
         self._stepped: list[int] = []  # ids of those that did in this step
         self._before: frozenset[int] = frozenset()  # of those that did in the one before
@@ -71,7 +71,7 @@ class Owners:
         if known is None or known[0] != size or not (known[1] or self.any):
             given = [p for group in optimizer.param_groups for p in group["params"]]
             ids = self._ours(given)
-            if not (ids or self.any) and _is_out_of_date(given, self._known()):
+            if not (ids or self.any) and _is_out_of_date(given, list(self._own.values())):
                 ids = frozenset(map(id, given))
             known = self._owned[optimizer] = (size, ids)
             self.look_again()  # its id may have been another one's
@@ -93,7 +93,11 @@ class Owners:
         self._before = frozenset(self._stepped)
         self._stepped.clear()
         self._left.clear()
-        self._own.clear()  # one that is not the model's any more is nobody's
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no parameter of the model: one that is not its own any more is nobody's."""
+        self._own.clear()
 
     def of_the_step_before(self, most: int) -> Iterator[Tensor]:
         """Yield parameters of the model that an optimizer has stepped in the step before.
@@ -144,15 +148,11 @@ class Owners:
         """Ids of those of these tensors that are parameters of the model now."""
         if not all(self._is_listed(p) for p in given):  # it may have exchanged some
             named = self._topology.named_parameters()
-            self._own = {id(parameter): weakref.ref(parameter) for _, parameter in named}
+            self._own = {id(parameter): parameter for _, parameter in named}
         return frozenset(id(p) for p in given if self._is_listed(p))
 
     def _is_listed(self, tensor: Tensor) -> bool:
-        found = self._own.get(id(tensor))
-        return found is not None and found() is tensor
-
-    def _known(self) -> list[Tensor]:
-        return [own for own in (each() for each in self._own.values()) if own is not None]
+        return self._own.get(id(tensor)) is tensor
 
 
 def _is_out_of_date(given: Sequence[Tensor], own: Sequence[Tensor]) -> bool:

@@ -370,7 +370,7 @@ class Recorder:
         self._sampling = observers.begin_step(sampled=wanted)
         self._bad = None
         if self._sampling:
-            self._clock.owners.look_again()
+            self._clock.look_again()
             observers.weights.begin(self._pacer.turn(self._clock.step))
             step_facts.add_stale_units(observers.topology, observers.rows)
             self._logged.names.clear()

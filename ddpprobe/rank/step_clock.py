@@ -174,6 +174,12 @@ class StepClock:
     def unhang(self) -> None:
         """Take them off: for `pause()`, in which the model must be all the user's."""
         self._root.unhang(for_good=False)
+        self.owners.let_go()
+
+    def look_again(self) -> None:
+        """At a sampled step: look whether the model and its optimizers are as they were."""
+        self.owners.look_again()
+        self._lending.anchors.look_again()
 
     def settle(self, *, keep: bool = True) -> None:
         """At the end of the run: end a step that is over, which only the next forward would tell.

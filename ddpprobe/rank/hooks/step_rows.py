@@ -374,11 +374,15 @@ class StepRows:
         self._confirmed.clear()
         self._lent = 0
         self._came_in.clear()
-        self._made_of.clear()
         self._unread.clear()
         self._bad.clear()
         self._unsupported.clear()
         self.grad_is_scaled = self._told = False
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no tensor, weakly either: torch swaps none that has a weak reference."""
+        self._made_of.clear()
         self._last = None
 
     def await_device(self, *, broken: bool) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import final
-from weakref import ref
 
 from torch import nn
 
@@ -21,7 +20,9 @@ _MOST_TOLD = 8  # attributes
 
 @final
 class Unregistered:
-    """Finds them once, and counts at each sampled step those that nobody steps.
+    """Counts at each sampled step those that nobody steps, if there were any at the first one.
+
+    It keeps none: the script may put others in their place, and these are to be freed then.
 
     Args:
         topology: the model.
@@ -29,8 +30,7 @@ class Unregistered:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        # Weakly, as the script may put others in their place, and these are to be freed then.
-        self._found: dict[str, list[ref[nn.Parameter]]] | None = None
+        self._are_some: bool | None = None
 
     def told(self, stepped: Callable[[], Collection[int]]) -> Mapping[str, float]:
         """Return scalars: by attribute how many have a gradient, and are in no optimizer.
@@ -38,18 +38,14 @@ class Unregistered:
         Args:
             stepped: ids of the parameters of all optimizers that were seen to step.
         """
-        if self._found is None:
-            self._found = {path: [*map(ref, found)] for path, found in _find(self._topology)}
-        if not self._found:
+        if self._are_some is None:
+            self._are_some = any(True for _ in _find(self._topology))
+        if not self._are_some:
             return {}
         ids = stepped()
         counts = {
-            path: sum(
-                p.requires_grad and p.grad is not None and id(p) not in ids
-                for p in [each() for each in found]
-                if p is not None
-            )
-            for path, found in self._found.items()
+            path: sum(p.requires_grad and p.grad is not None and id(p) not in ids for p in found)
+            for path, found in _find(self._topology)
         }
         some = [(path, count) for path, count in counts.items() if count]
         return {f"{UNREGISTERED}{path}": float(count) for path, count in some[:_MOST_TOLD]}
