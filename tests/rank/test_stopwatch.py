@@ -37,6 +37,7 @@ ON_THE_WAY = {
     "Stopwatch.timed.<locals>.entered", "_After.__call__", "_Arrived.__call__",
     "GradientHook.__call__", "_Before.__call__", "_Gradient.__call__", "_Watched.__call__",
     "after_backward.<locals>.first", "after_backward.<locals>.last", "is_captured", "outside_modes",
+    "_Watched._tell", "hands_back.<locals>.hook", "may_break_off",
     "run_beside_graphs.<locals>.called", "run_beside_graphs.<locals>.plain",
 }  # fmt: skip
 LAYERS = 3

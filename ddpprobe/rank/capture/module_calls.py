@@ -162,7 +162,7 @@ class GradientHook:
     def __init__(self, target: Callable[..., object], *about: object) -> None:
         self._target, self._about = weakref.ref(target), about
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, gradient: Tensor | None) -> None:
         """Pass the gradient on; autograd gives None where there is none."""
         target = self._target()

@@ -35,14 +35,15 @@ def teach(watch: Stopwatch) -> bool:
 
 
 def can_be_measured() -> bool:
-    """Whether torch is at rest here: outside of a backward, a transform and a compiled call.
+    """Whether torch is at rest here: outside of a backward, a transform and what is compiled.
 
     A backward of the user's must have been: the first one in a process starts autograd's threads,
     and a process that forks after that has none of them. That is not for us to do.
     """
     return not (
-        torch_private.in_backward() or torch_private.in_functorch() or dynamo.in_a_compiled_call()
-    )
+        torch_private.in_backward() or torch_private.in_functorch()
+        or dynamo.in_a_compiled_call() or dynamo.compiles_backwards()
+    )  # fmt: skip
 
 
 def measure() -> list[Seconds]:

@@ -96,7 +96,7 @@ class ClassHook:
             self._kept: Tensor | None = looked_at(output.detach()).float()
         self._tell, self._all = tell, output.numel() // self._kept.shape[1]
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, gradient: Tensor | None) -> None:
         """Hear of the gradient."""
         kept, self._kept = self._kept, None

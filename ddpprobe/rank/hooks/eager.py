@@ -375,8 +375,10 @@ class EagerHooks:
         if self.attached:
             self.backward_begins()
 
-    def _pull(self, output: Tensor, gradient: Tensor) -> None:
-        if self.attached:
+    def _pull(self, output: Tensor, version: int, gradient: Tensor) -> None:
+        # Nothing is told of an output that was changed in place.
+        same = output._version == version  # noqa: SLF001  (public by documentation)
+        if self.attached and same and target_facts.has_numbers(gradient):
             target_facts.add_pull(output, gradient, self._rows)
 
     def _classes(self, logits: Tensor, gradient: Tensor, rows_of_all: int) -> None:
@@ -432,7 +434,7 @@ class _Gradient:
     ) -> None:
         self._hooks, self._slot, self._micro, self._parameter = hooks, slot, micro, parameter
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, gradient: Tensor | None) -> None:
         self._hooks.on_gradient(self._slot, self._micro, gradient, self._parameter)
 
@@ -446,7 +448,7 @@ class _FlatGradient:
     def __init__(self, hooks: EagerHooks, unit: FlatUnit, slots: dict[str, int]) -> None:
         self._hooks, self._unit, self._slots = hooks, unit, slots
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self._hooks.on_flat_gradient(self._unit, self._slots, gradient)

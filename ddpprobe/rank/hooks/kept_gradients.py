@@ -38,7 +38,7 @@ class BackwardHook:
     def __init__(self, tell: Callable[[], object]) -> None:
         self._tell = tell
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, _: Tensor | None) -> None:
         """Hear of the gradient."""
         self._tell()

@@ -101,4 +101,8 @@ def trace_outputs(output: object, slot: Tensor) -> None:
 
 def _trace_gradient(tensor: Tensor, slot: Tensor, leaf: str) -> None:
     # A function of its own: the hooks of one loop would share its variables.
-    tensor.register_hook(lambda g: torch.ops.ddpprobe.record(g, slot, GRADIENT, leaf))
+    def tell(gradient: Tensor) -> Tensor:
+        torch.ops.ddpprobe.record(gradient, slot, GRADIENT, leaf)
+        return gradient  # compiled autograd takes None for the gradient itself
+
+    tensor.register_hook(tell)

@@ -273,14 +273,14 @@ class _After(_Speaker):
 
 @final
 class _Arrived:
-    """A tensor hook that holds no tensor, and answers None."""
+    """A tensor hook that holds no tensor."""
 
     __slots__ = ("_micro", "_tell")
 
     def __init__(self, tell: Callable[[int], object], micro: int) -> None:
         self._tell, self._micro = tell, micro
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, _: Tensor | None) -> None:
         self._tell(self._micro)
 

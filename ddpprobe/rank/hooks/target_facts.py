@@ -105,23 +105,21 @@ class PullHook:
     """A tensor hook on an output that keeps its numbers, without its graph.
 
     Args:
-        tell: called with an output [samples, ...] and its gradient.
+        tell: called with an output [samples, ...], its version and its gradient.
         output: that the hook will be on.
     """
 
     __slots__ = ("_numbers", "_tell", "_version")
 
-    def __init__(self, tell: Callable[[Tensor, Tensor], object], output: Tensor) -> None:
+    def __init__(self, tell: Callable[[Tensor, int, Tensor], object], output: Tensor) -> None:
         self._tell, self._numbers = tell, output.detach()
         self._version = output._version  # noqa: SLF001  (public by documentation)
 
-    @dynamo.run_as_python
+    @dynamo.hands_back
     def __call__(self, gradient: Tensor | None) -> None:
-        """Hear of the gradient; nothing is told of an output that was changed in place."""
-        numbers = self._numbers
-        same = numbers._version == self._version  # noqa: SLF001
-        if gradient is not None and same and has_numbers(gradient):
-            self._tell(numbers, gradient)
+        """Hear of the gradient."""
+        if gradient is not None:
+            self._tell(self._numbers, self._version, gradient)
 
 
 def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:

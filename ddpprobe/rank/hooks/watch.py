@@ -267,7 +267,7 @@ class Watch:
             if not parameter.requires_grad:
                 self._frozen.append((fqn, parameter))
             elif id(parameter) not in self._early:
-                hook = _Watched(self._check_arriving, fqn)
+                hook = _Arriving(self._check_arriving, fqn)
                 self._early[id(parameter)] = parameter.register_hook(hook)
 
     def _settle(self) -> None:
@@ -327,7 +327,7 @@ class Watch:
         flat = unit.flat
         if flat.requires_grad and id(flat) not in self._handles:
             # Not the post-accumulate hook, which FSDP1 does not reach with use_orig_params=True.
-            self._handles[id(flat)] = flat.register_hook(_Watched(self._check_flat, unit))
+            self._handles[id(flat)] = flat.register_hook(_Arriving(self._check_flat, unit))
 
     def _flat_gradient(self, unit: FlatUnit, gradient: Tensor) -> None:
         """Look at the gradient of a whole unit; on the CPU, name the parameter if it is bad."""
@@ -471,12 +471,8 @@ class Watch:
         )
 
 
-@final
 class _Watched:
-    """The hook of a parameter or of a flat one: passes the tensor on, and answers None.
-
-    A parameter has no gradient where the loss leaves out what DDP has returned of it.
-    """
+    """The hook of a parameter for after its accumulation, which must answer None."""
 
     __slots__ = ("_check", "_what")
 
@@ -484,6 +480,21 @@ class _Watched:
         self._check, self._what = check, what
 
     @dynamo.run_as_python
-    def __call__(self, tensor: Tensor | None) -> None:
-        if tensor is not None:
+    def __call__(self, tensor: Tensor | None) -> Tensor | None:
+        if dynamo.may_break_off():
+            self._tell(tensor)
+        return None
+
+    @dynamo.never_traced
+    def _tell(self, tensor: Tensor | None) -> None:
+        if tensor is not None:  # the loss may leave out what DDP has returned of a parameter
             self._check(self._what, tensor)
+
+
+@final
+class _Arriving(_Watched):
+    """The hook of a parameter, or of a flat one, for a gradient that arrives at it."""
+
+    @dynamo.hands_back
+    def __call__(self, tensor: Tensor | None) -> None:
+        self._tell(tensor)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
-from ddpprobe.rank.torch_private.dynamo import run_as_python
+from ddpprobe.rank.torch_private.dynamo import never_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,12 +107,12 @@ def after_backward(computed: Callable[[], None], over: Callable[[], None]) -> bo
     queue = cast("Callable[[Callable[[], None]], None]", _engine_queue_callback)
 
     # Neither answers: torch takes anything but None for new arguments.
-    @run_as_python
+    @never_traced
     def first() -> None:
         computed()
         queue(last)
 
-    @run_as_python
+    @never_traced
     def last() -> None:
         over()
 

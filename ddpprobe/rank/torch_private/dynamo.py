@@ -19,6 +19,7 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
 _MINOR = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -74,7 +75,7 @@ def run_as_python(hook: Callable[P, R]) -> Callable[P, R]:
 def _say_unheard() -> None:
     _log.warning(
         "ddpprobe: torch.compile(fullgraph=True) lets nothing run beside its graph: what it holds "
-        "of optimizer.step() and probe.log() is not heard."
+        "of backward(), optimizer.step() and probe.log() is not heard."
     )
 
 
@@ -118,6 +119,44 @@ def run_beside_graphs(hook: Callable[P, R]) -> Callable[P, R | None]:
         return beside(*args, **kwargs)
 
     return called
+
+
+def may_break_off() -> bool:
+    """Whether Python that is no part of a graph may run here, at the price of a graph's end."""
+    return not (torch.compiler.is_compiling() and is_whole())
+
+
+def never_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a graph that comes to a call of a function break off; that costs the call nothing.
+
+    Degradation: it is traced up to what torch cannot trace, with a warning of torch's.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]  # noqa: SLF001
+    return run_as_python(function)
+
+
+def hands_back(
+    hear: Callable[[S, torch.Tensor | None], None],
+) -> Callable[[S, torch.Tensor | None], torch.Tensor | None]:
+    """Make the hook of a tensor of what hears of its gradient, which the hook hands back.
+
+    Compiled autograd takes the None of a hook for the gradient (2.13), and the training would end
+    with an error. It traces hooks: what is ours runs beside its graph, and not at all where that
+    may not be broken off.
+
+    Degradation: as of `never_traced`.
+    """
+    heard = never_traced(hear)
+
+    @functools.wraps(hear, updated=())
+    @run_as_python
+    def hook(self: S, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if may_break_off():
+            heard(self, gradient)
+        return gradient
+
+    return hook
 
 
 def keep_in_graphs(operator: str) -> bool:
@@ -178,6 +217,15 @@ def unwrap_dtensors(operator: Any) -> type | None:  # noqa: ANN401  (an OpOverlo
     """
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return None if kind is None else _unwrap_dtensors(operator, kind)
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on: a backward that is started now is compiled.
+
+    Degradation: False; a millisecond's measurement of ours is then compiled, too.
+    """
+    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(loaded, "compiled_autograd_enabled", False))
 
 
 def was_compiled(module: torch.nn.Module) -> bool:
