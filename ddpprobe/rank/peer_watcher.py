@@ -18,6 +18,7 @@ from typing import final
 from ddpprobe.records.events import ClosedEvent, Event, PeerExitEvent
 from ddpprobe.rundir import pidfds, processes
 from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 
 JOIN_SECONDS = 2.0  # for a thread that writes where a disk may not answer
 # A process that dies closes its connections first, and who waited there may end before it is dead:
@@ -62,7 +63,8 @@ class PeerWatcher:
     def __init__(self, rank: int, say: Callable[[Event], object]) -> None:
         self._rank, self._say = rank, say
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, process number
-        self._wake = -1
+        self._files: dict[int, OwnDescriptor] = {}  # of these
+        self._wake: OwnDescriptor | None = None
         self._thread: threading.Thread | None = None
         self._seen = threading.Event()  # that one ended
         self._fuse = Fuse("peer watcher")
@@ -82,6 +84,7 @@ class PeerWatcher:
             for number, peer in peers.items():
                 fd = pidfds.open_pidfd(peer.pid) if own and peer.namespace == own else None
                 if fd is not None:
+                    self._files[fd] = OwnDescriptor(fd)
                     self._watched[fd] = number, peer.pid
                     if not processes.is_process(peer.pid, peer.started):  # its number is another's
                         self._forget(fd)
@@ -93,7 +96,7 @@ class PeerWatcher:
     def go_on(self) -> None:
         """After a fork, in the parent: watch again."""
         if self._watched and self._thread is None:
-            self._wake = os.eventfd(0)  # no program that a child starts gets it
+            self._wake = OwnDescriptor(os.eventfd(0))  # no program that a child starts gets it
             run = self._fuse.guard(self._run)
             thread = threading.Thread(target=run, name="ddpprobe peers", daemon=True)
             thread.start()
@@ -101,8 +104,8 @@ class PeerWatcher:
 
     def rest(self) -> None:
         """Before a fork: end the thread; what happens until `go_on` is told then."""
-        if self._thread is not None:
-            os.eventfd_write(self._wake, 1)
+        if self._thread is not None and self._wake is not None and self._wake.is_ours():
+            os.eventfd_write(self._wake.number, 1)
             self._thread.join(JOIN_SECONDS)
             if not self._thread.is_alive():
                 self._thread = None
@@ -128,26 +131,28 @@ class PeerWatcher:
             self._forget(fd)
 
     def _close_wake(self) -> None:
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        if self._wake is not None:
+            self._wake.close()
+            self._wake = None
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]
-        os.close(fd)
+        self._files.pop(fd).close()
 
     def _run(self) -> None:
-        poll = select.poll()
-        for fd in (self._wake, *self._watched):
+        poll, wake = select.poll(), -1 if self._wake is None else self._wake.number
+        for fd in (wake, *self._watched):
             poll.register(fd, select.POLLIN)
         while self._watched:
             ready = {fd for fd, _ in poll.poll()}
-            gone = pidfds.closure(poll, ready) - {self._wake}
+            if not all(file.is_ours() for file in self._files.values()):
+                return  # they are files of the script's, which are always ready
+            gone = pidfds.closure(poll, ready) - {wake}
             self._tell(gone)
             for fd in gone:
                 poll.unregister(fd)
                 self._forget(fd)
-            if self._wake in ready:
+            if wake in ready:
                 return
 
     def _tell(self, gone: set[int]) -> None:

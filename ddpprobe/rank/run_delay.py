@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import final
 
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
+
 _PATH = "/proc/thread-self/schedstat"  # ns on a core, ns on a run queue, turns
 
 
@@ -17,7 +19,7 @@ class RunDelay:
     """
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        self._file: OwnDescriptor | None = None
         self._process: int | None = None
 
     def begin(self) -> None:
@@ -25,7 +27,7 @@ class RunDelay:
         if self._file is None or self._process != os.getpid():
             self.close()
             try:
-                self._file = os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = OwnDescriptor(os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC))
             except OSError:
                 return
             self._process = os.getpid()
@@ -35,7 +37,7 @@ class RunDelay:
         if self._file is None:
             return None
         try:
-            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+            return int(os.pread(self._file.number, 64, 0).split()[1]) / 1e9
         except (OSError, ValueError, IndexError):  # the thread has ended
             self.close()
             return None
@@ -43,5 +45,5 @@ class RunDelay:
     def close(self) -> None:
         """Let go of the file."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None

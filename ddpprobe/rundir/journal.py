@@ -23,6 +23,7 @@ from ddpprobe.records.events import Event
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir import framing, paths, safe_read
 from ddpprobe.rundir.framing import Frame, FrameError, NameTables
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 
 SEGMENT_FRAMES = 256
 # A segment goes once it is closed and in the store, so an open one should be small. Each repeats
@@ -72,7 +73,7 @@ class JournalWriter:
         self._frames = 0
         self._seq = first_seq
         self._size = self._head = 0  # bytes of the segment; of those META and tables
-        self._fd = -1
+        self._file: OwnDescriptor | None = None
         self._tables: set[tuple[int, int]] = set()  # type and id of those in this segment
         self._retry_at = 0.0
         # A handler of a signal may append in the middle of an append of the same thread.
@@ -115,9 +116,9 @@ class JournalWriter:
 
     def close(self) -> None:
         """Close the segment; the files stay."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     @property
     def _is_full(self) -> bool:
@@ -129,7 +130,7 @@ class JournalWriter:
             self.dropped["back_off"] += 1
             return False
         try:
-            if self._fd < 0 or self._is_full:
+            if self._file is None or self._is_full or not self._file.is_ours():
                 self._rotate()
             self._put(frames)
         except OSError as error:
@@ -146,7 +147,7 @@ class JournalWriter:
         self.close()
         self._segment += 1
         path = self.directory / f"{self._segment:08d}.wal"
-        self._fd = paths.open_own(path, os.O_WRONLY | os.O_EXCL)
+        self._file = OwnDescriptor(paths.open_own(path, os.O_WRONLY | os.O_EXCL))
         self._frames = self._size = 0
         self._head = len(self._meta)
         self._tables.clear()
@@ -162,12 +163,12 @@ class JournalWriter:
             framing.encode_frame(type_, self._seq + i, payload)
             for i, (type_, payload) in enumerate(frames)
         )
-        written = 0
+        written, fd = 0, -1 if self._file is None else self._file.number
         try:
             while written < len(block):  # a full disk writes short before it says ENOSPC
-                written += os.pwrite(self._fd, block[written:], self._size + written)
+                written += os.pwrite(fd, block[written:], self._size + written)
         except OSError:
-            os.ftruncate(self._fd, self._size)  # or what follows would be unreachable
+            os.ftruncate(fd, self._size)  # or what follows would be unreachable
             raise
         self._size += written
         self._seq += len(frames)

@@ -19,6 +19,7 @@ from ddpprobe.records.events import ACTIONS
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir import framing, paths, tmpfs, validate
 from ddpprobe.rundir.framing import Frame, FrameError
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 from ddpprobe.rundir.validate import MALFORMED, int64
 
 MAX_BYTES = 64 << 10  # of one order: the names of some hundred modules
@@ -150,14 +151,14 @@ class OrderReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = _open(path)
+        self._file = OwnDescriptor(_open(path))
         self._at = 0
         self._last = -1
 
     def look(self) -> Order | None:
         """Return the oldest order that was not returned before; None: there is none."""
         try:
-            while os.pread(self._fd, 1, self._at):
+            while os.pread(self._file.number, 1, self._at):
                 order = self._next()
                 if order is None:
                     return None
@@ -169,7 +170,7 @@ class OrderReader:
         return None
 
     def _next(self) -> Order | None:
-        data = os.pread(self._fd, _CHUNK, self._at)
+        data = os.pread(self._file.number, _CHUNK, self._at)
         for order, end in _orders(data):
             self._at += end
             return order
@@ -180,9 +181,7 @@ class OrderReader:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def _append(fd: int, data: bytes) -> bool:

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.rundir import safe_read
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 from ddpprobe.rundir.validate import MALFORMED
 
 RUN_JSON = "run.json"
@@ -429,11 +430,11 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd: int | None = None
+        self._file: OwnDescriptor | None = None
 
     def acquire(self) -> bool:
         """Take the lock; False if somebody else holds it, and not just to look (`is_locked`)."""
-        if self._fd is not None:
+        if self._file is not None:
             return True
         fd = open_own(self.path, os.O_RDWR)
         for _ in range(_PATIENCE):
@@ -442,7 +443,7 @@ class DirectoryLock:
             except BlockingIOError:
                 time.sleep(0.02)
             else:
-                self._fd = fd
+                self._file = OwnDescriptor(fd)
                 return True
         os.close(fd)
         return False
@@ -468,16 +469,15 @@ class DirectoryLock:
 
     def forget(self) -> None:
         """In a forked child: close our copy of the file; the parent keeps the lock."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def release(self) -> None:
         """Give the lock back; harmless if it is not held."""
-        if self._fd is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None and self._file.is_ours():
+            fcntl.flock(self._file.number, fcntl.LOCK_UN)
+        self.forget()
 
 
 def is_locked(path: Path) -> bool:

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import final
 
 from ddpprobe.rundir import paths
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 
 _CHECK = 4  # bytes of the crc32
+# A map closes a descriptor of its own, a copy, which may be somebody else's where ours is.
+_lost: list[mmap.mmap] = []
 _COUNT = struct.Struct("<Q")  # writes so far: which half is the newer one
 
 
@@ -37,30 +40,28 @@ class SlotFile:
 
     def __init__(self, path: Path, size: int, *, clean: bool) -> None:
         paths.make_dir(path.parent)
-        self._fd = paths.open_own(path, os.O_RDWR | (os.O_TRUNC if clean else 0))
+        self._file = OwnDescriptor(paths.open_own(path, os.O_RDWR | (os.O_TRUNC if clean else 0)))
         self._size = size
-        os.posix_fallocate(self._fd, 0, size + _CHECK)
+        os.posix_fallocate(self._file.number, 0, size + _CHECK)
 
     def write(self, body: bytes) -> bool:
         """Replace what the file says; False if the disk refuses."""
         data = checked(body)
         try:
-            return os.pwrite(self._fd, data, 0) == len(data)
+            return self._file.is_ours() and os.pwrite(self._file.number, data, 0) == len(data)
         except OSError:
             return False
 
     def read(self) -> bytes | None:
         """Return what the file says, None if that is not whole."""
         try:
-            return whole(os.pread(self._fd, self._size + _CHECK, 0), self._size)
+            return whole(os.pread(self._file.number, self._size + _CHECK, 0), self._size)
         except OSError:
             return None
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 @final
@@ -81,15 +82,16 @@ class MappedSlotFile:
     def __init__(self, path: Path, size: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         made = path.with_name(f".{path.name}")  # who finds `path` finds it locked: it is not dead
-        self._fd = os.open(made, flags, paths.FILE_MODE)
+        fd = os.open(made, flags, paths.FILE_MODE)
+        self._file = OwnDescriptor(fd)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._half = _COUNT.size + size + _CHECK
-            os.posix_fallocate(self._fd, 0, 2 * self._half)
-            self._map: mmap.mmap | None = mmap.mmap(self._fd, 2 * self._half)
+            os.posix_fallocate(fd, 0, 2 * self._half)
+            self._map: mmap.mmap | None = mmap.mmap(fd, 2 * self._half)
             made.rename(path)
         except OSError:
-            os.close(self._fd)
+            self._file.close()
             raise
         self._count = 0
         self.said = b""
@@ -107,9 +109,12 @@ class MappedSlotFile:
     def close(self) -> None:
         """Let go of the file, which stays; its lock with it, unless a forked child has it too."""
         if self._map is not None:
-            self._map.close()
+            if self._file.is_ours():
+                self._map.close()
+            else:
+                _lost.append(self._map)
             self._map = None
-            os.close(self._fd)
+            self._file.close()
 
 
 def checked(body: bytes) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any, final
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.rundir import heartbeat, paths, safe_read, tmpfs
 from ddpprobe.rundir.journal import BACK_OFF_SECONDS, SEGMENT_BYTES, JournalWriter, segments_of
+from ddpprobe.rundir.own_descriptor import OwnDescriptor
 from ddpprobe.rundir.paths import RunDir
 
 logger = logging.getLogger("ddpprobe")
@@ -59,7 +60,9 @@ class Carrier:
         self.carried = 0
         self.error: OSError | None = None
         self._source, self._target = source, target
-        self._number = self._in = self._out = -1
+        self._number = -1
+        self._in: OwnDescriptor | None = None
+        self._out: OwnDescriptor | None = None
         self._offset = 0
         self._retry_at = 0.0
 
@@ -76,9 +79,10 @@ class Carrier:
             # The open one too: a cleaner of memory (logind's RemoveIPC) may have deleted its name.
             for number in sorted({*segments_of(self._source), *self._opened}):
                 if upto is None or number <= upto[0]:
-                    self._open(number)
+                    source, target = self._open(number)
                     final = upto is None or number < upto[0]
-                    self._copy(os.fstat(self._in).st_size if final or upto is None else upto[1])
+                    end = os.fstat(source).st_size if final or upto is None else upto[1]
+                    self._copy(source, target, end)
                     if final:
                         self.close()
                         (self._source / f"{number:08d}.wal").unlink(missing_ok=True)
@@ -96,28 +100,33 @@ class Carrier:
 
     def close(self) -> None:
         """Close the files."""
-        for fd in (self._in, self._out):
-            if fd >= 0:
-                os.close(fd)
-        self._number = self._in = self._out = -1
+        for each in (self._in, self._out):
+            if each is not None:
+                each.close()
+        self._number, self._in, self._out = -1, None, None
 
     @property
     def _opened(self) -> set[int]:
         return {self._number} if self._number >= 0 else set()
 
-    def _open(self, number: int) -> None:
-        if number == self._number:
-            return
+    def _open(self, number: int) -> tuple[int, int]:
+        """Return the descriptors of a segment and its copy."""
+        source, target = self._in, self._out
+        if source is not None and target is not None and number == self._number:
+            known = source.is_ours() and target.is_ours()
+            if known:
+                return source.number, target.number
         self.close()
         name = f"{number:08d}.wal"
-        self._in = safe_read.open_regular(self._source, name)
-        self._out = paths.open_own(self._target / name, os.O_WRONLY)
-        self._number, self._offset = number, os.fstat(self._out).st_size
+        self._in = source = OwnDescriptor(safe_read.open_regular(self._source, name))
+        self._out = target = OwnDescriptor(paths.open_own(self._target / name, os.O_WRONLY))
+        self._number, self._offset = number, os.fstat(target.number).st_size
+        return source.number, target.number
 
-    def _copy(self, end: int) -> None:
+    def _copy(self, source: int, target: int, end: int) -> None:
         while self._offset < end:
-            data = os.pread(self._in, min(_PIECE, end - self._offset), self._offset)
-            written = os.pwrite(self._out, data, self._offset)
+            data = os.pread(source, min(_PIECE, end - self._offset), self._offset)
+            written = os.pwrite(target, data, self._offset)
             self._offset += written
             self.carried += written
 

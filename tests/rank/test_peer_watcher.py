@@ -198,7 +198,9 @@ def test_closing_leaves_no_thread_and_no_descriptor(
         assert threading.active_count() == before[1] + 1
         (thread,) = [t for t in threading.enumerate() if t.name == "ddpprobe peers"]
         assert thread.daemon  # no script waits for it
-        assert not any(map(os.get_inheritable, [peers.watcher._wake, *peers.watcher._watched]))
+        assert not any(
+            map(os.get_inheritable, [peers.watcher._wake.number, *peers.watcher._watched])
+        )
         if dead:
             peers.started[0].kill()
             poll(lambda: peers.said)
@@ -222,7 +224,7 @@ def test_a_thread_that_cannot_write_is_not_waited_for_and_keeps_its_descriptors(
     (thread,) = [t for t in threading.enumerate() if t.name == "ddpprobe peers"]
     peers.started[0].kill()
     assert saying.wait(60.0)
-    held = [watcher._wake, *watcher._watched]
+    held = [watcher._wake.number, *watcher._watched]
     watcher.close()
     assert thread.is_alive()
     assert all(map(is_open, held))
