@@ -98,7 +98,7 @@ class StepClock:
         self._blind = 0  # optimizer steps before any forward of the root was seen
         self.owners = Owners(topology)
         self._lending = Lending(topology, self.owners)
-        self._unstepped = Unstepped()
+        self._unstepped = Unstepped(self.owners.are_to_come)
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._host, self._follows = host, follows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
+
+from ddpprobe.rundir.fuse import logger
 
 STEPS = 8  # of an optimizer, without which a loop is not known
 # Passes whose gradients are thrown away, times as many and one as a step ever had of them; passes
@@ -10,6 +13,7 @@ STEPS = 8  # of an optimizer, without which a loop is not known
 # takes fewer, and no accumulation grows so at once.
 THROWN = PASSES = 32
 TIMES = 8
+UNHEARD = 64  # backwards of the training before any step, after which it is asked for one
 _LEARNT = 4  # times these bounds, at most, that a step after such a time makes usual
 
 
@@ -19,9 +23,13 @@ class Unstepped:
 
     From then on what would have been a step is one: as many passes as a step has, or such as a
     `zero_grad` follows. What becomes of the weights is then seen as in any other step.
+
+    Args:
+        may_come: whether an optimizer of torch lives that may step the model yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_come: Callable[[], bool] = lambda: True) -> None:
+        self._may_come = may_come
         self._steps = 0
         self._most_passes, self._most_thrown = 1, 0
         self._goes_on = False
@@ -40,6 +48,13 @@ class Unstepped:
         """Hear that a backward of the training loop is over."""
         self._passes += 1
         self._part += 1
+        if self._passes == UNHEARD and not (self._steps or self._may_come()):
+            logger.warning(
+                "ddpprobe: %d backwards of the model and no step, and no optimizer of torch has "
+                "its parameters: all of it is one step, which is never over, so that no record of "
+                "a step is made. In a loop that steps by hand, call probe.step() after each step.",
+                self._passes,
+            )
 
     def throw_away(self) -> None:
         """Hear that gradients are gone which no optimizer of this model took."""

@@ -161,7 +161,8 @@ class Completeness:
         if self.unsampled and not said:
             said.append(
                 "the run took no sampled step: it ended within the first one, or before the next "
-                "that `every` samples, no optimizer of the model made a step, or the loop trains "
+                "that `every` samples, no optimizer of the model made a step (a loop that steps by "
+                "hand calls probe.step() after each), or the loop trains "
                 "without a call of the module that install() was given"
             )
         return [*said, *([self.undecided] if self.undecided else [])]

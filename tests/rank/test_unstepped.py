@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ddpprobe
-from ddpprobe.rank.unstepped import PASSES, STEPS, THROWN, TIMES, Unstepped
+from ddpprobe.rank.unstepped import PASSES, STEPS, THROWN, TIMES, UNHEARD, Unstepped
 from ddpprobe.records.step import StepRecord
 
 BEFORE, BEHIND = 60, 80  # steps with the optimizer, and without
@@ -207,3 +207,26 @@ def test_a_step_of_many_passes_makes_them_usual_within_bounds() -> None:
     bound = PASSES + TIMES * 4 * (PASSES + TIMES * 60)
     assert passes(loop, bound, gone=False) == 0
     assert passes(loop, 10**4, gone=False) > 0
+
+
+def by_hand(model: nn.Module, probe: ddpprobe.Probe | None = None) -> None:
+    for _ in range(3 * UNHEARD):
+        backward(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad.zero_()
+        if probe is not None:
+            probe.step()
+
+
+@pytest.mark.parametrize(("declared", "has_optimizer"), [(0, 0), (1, 0), (0, 1)])
+def test_a_loop_by_hand_is_asked_once_for_its_steps(
+    declared: bool, has_optimizer: bool, tmp_path: Path, caplog
+) -> None:
+    model = net()
+    held = torch.optim.SGD(model.parameters(), lr=0.1) if has_optimizer else None  # may step yet
+    with ddpprobe.install(model, run_dir=tmp_path / "r", daemon="none") as probe:
+        by_hand(model, probe if declared else None)
+    asked = [r for r in caplog.messages if "call probe.step() after each step" in r]
+    assert len(asked) == (not declared and held is None)
