@@ -229,7 +229,9 @@ def renew_graphs(what: str) -> None:
         return
     logger.warning(
         "ddpprobe: torch.compile has graphs of %s that were made without the probe: it makes them "
-        "anew now, once. ddpprobe.install() before the first compiled call avoids that.",
+        "anew now, once. ddpprobe.install() on what torch.compile() returned, before its first "
+        "call, avoids that; of a model that a compiled function calls, its first call has to show "
+        "where it is.",
         what,
     )
     torch.compiler.reset()

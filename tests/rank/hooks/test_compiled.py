@@ -388,6 +388,7 @@ def test_installing_after_the_first_compiled_call_compiles_anew_once_and_says_so
     said = [r.getMessage() for r in caplog.records if r.name == "ddpprobe"]
     assert len(said) == 1
     assert "were made without the probe: it makes them anew now, once" in said[0]
+    assert "of a model that a compiled function calls, its first call has to show" in said[0]
 
 
 @pytest.mark.parametrize("wrap", [whole, in_place, blocks_in_place, blocks_wrapped, function])
