@@ -194,9 +194,10 @@ class FrameWriter:
         """Say loudly that no forward of the model is seen; `root`: its class."""
         self.life(events.BlindEvent(step=step))
         logger.warning(
-            "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
-            "recorded. Its parts are called without it, or torch.compile hides the call: install() "
-            "on the module that the training loop calls, before its first call.",
+            "ddpprobe: the optimizer steps, but no forward of %s with gradients to come was seen, "
+            "so nothing is recorded. It runs under torch.no_grad() (as for forward-mode gradients, "
+            "which no backward computes), its parts are called without it, or torch.compile hides "
+            "the call: install() on the module that the loop calls, before its first call.",
             root,
         )
 
