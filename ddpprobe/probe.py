@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from ddpprobe.errors import AnomalyStop, InstallError
 from ddpprobe.rank import interpreter_end, last_words, peer_watcher, process_group
-from ddpprobe.rank.announcements import announce_install
+from ddpprobe.rank.announcements import announce_install, tell_many
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.join import Joined, join_run
@@ -40,6 +40,7 @@ from ddpprobe.rundir import switches
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.stopwatch import Stopwatch
 
+_MANY = 16  # open probes, of which most may be of models that are over
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
 
@@ -459,6 +460,8 @@ def _join(
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)
+    if len(_live) == _MANY:
+        tell_many(_MANY)
     interpreter_end.register(_close_all)
     interpreter_end.hear(_close_all)
 
