@@ -49,6 +49,7 @@ ROOMS = (
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
     "ddpprobe.rank.hooks.eager._Gradient.__call__", "ddpprobe.rank.hooks.watch._Watched.__call__",
+    "ddpprobe.rank.hooks.watch._Watched._tell", "ddpprobe.rank.hooks.watch._Arriving.__call__",
     "ddpprobe.rank.hooks.root._Before.__call__", "ddpprobe.rank.hooks.root._After.__call__",
     "ddpprobe.rank.hooks.root._Arrived.__call__",
     "ddpprobe.rank.hooks.root.RootHooks.begin", "ddpprobe.rank.hooks.root.RootHooks.begin_root",
