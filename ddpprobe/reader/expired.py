@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.rundir import paths
@@ -11,6 +13,7 @@ from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Lost
 
 WHY = "expired (max_bytes, max_age)"
+EXPIRED = f"have {WHY}: `ddpprobe verify RUN` lists what is gone"
 
 
 def expired_in(merged_reader: MergedReader) -> list[Lost]:
@@ -26,6 +29,23 @@ def expired_in(merged_reader: MergedReader) -> list[Lost]:
             for step in _captures(merged_reader.run, attempt)
         ]
     return found
+
+
+def expired_of(merged_reader: MergedReader, wanted: slice) -> tuple[int, int] | None:
+    """Return the first and last step in a range whose records retention took away; None: of none.
+
+    Args:
+        merged_reader: of the run.
+        wanted: steps, the first and the one after the last; None: from or to the end.
+    """
+    least, end = wanted.start or 0, math.inf if wanted.stop is None else wanted.stop
+    spans = [
+        (max(lost.steps[0], least), int(min(lost.steps[1], end - 1)))
+        for lost in expired_in(merged_reader)
+        if lost.steps and _has_steps(lost.where.rpartition("/")[2])
+    ]
+    within = [span for span in spans if span[0] <= span[1]]
+    return (min(s for s, _ in within), max(s for _, s in within)) if within else None
 
 
 def _captures(run: paths.RunDir, attempt: int) -> list[int]:

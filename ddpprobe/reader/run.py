@@ -17,7 +17,7 @@ from ddpprobe.reader.captured_steps import (
 )
 from ddpprobe.reader.completeness import Completeness, completeness
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
-from ddpprobe.reader.expired import expired_in
+from ddpprobe.reader.expired import expired_in, expired_of
 from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
@@ -291,6 +291,10 @@ class Run(RunNumbers):
         """Return what retention took away (`max_bytes`, `max_age`): it is gone, not damaged."""
         self._lose_expiry(None)
         return expired_in(self._merged_reader)
+
+    def expired_steps(self, wanted: slice) -> tuple[int, int] | None:
+        """Return the first and last step in a range of steps whose records expired; None: none."""
+        return expired_of(self._merged_reader, wanted)
 
     def _lose_expiry(self, attempt: int | None) -> None:
         run = self._merged_reader.run

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray
 
+from ddpprobe.cli.main import main as command_line
 from ddpprobe.daemon import __main__ as daemon
 from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.detectors.suite import default_suite
@@ -120,6 +121,17 @@ def test_age_takes_everything_but_the_evidence(run):
     assert apply(run, now_ns=10**18 + 40 * 10**9, max_age=30) > 0
     assert captured(run) == [2, 12, 20]
     assert steps_of(run) == {0, 2, 4}
+
+
+def test_who_asks_for_steps_that_have_expired_is_told_so(run, capsys):
+    apply(run, now_ns=10**18 + 40 * 10**9, max_age=30)
+    assert open_run(run.path).expired_steps(slice(10, 14)) == (10, 13)
+    assert open_run(run.path).expired_steps(slice(None)) == (8, 31)
+    assert open_run(run.path).expired_steps(slice(16, 24)) is None
+    for asked in (["trace"], ["trace", "--site", "*"], ["export", "--format", "csv"]):
+        assert command_line([*asked, str(run.path), "--steps", "10:14"]) == 2
+        told = capsys.readouterr().err
+        assert "the records of steps 10 to 13 have expired (max_bytes, max_age)" in told
 
 
 def test_a_trimmed_run_goes_on_and_opens_with_stock_tools(run):
