@@ -118,7 +118,8 @@ def _share(some: int, of: int) -> str:
 
 def page(faults: Sequence[Compared], quiet: Sequence[Compared]) -> str:
     """Return the document."""
-    spoke = sum(bool(run.outside) for run in quiet)
+    spoke = [run.outside for run in quiet if run.outside]
+    times = sum(all(str(d.quantity).endswith("_seconds") for d in each) for each in spoke)
     begins = {job: PLANTED[job].from_the_start for job in MENDED}
     groups = [("all of them", list(faults))]
     for text, wanted in (("that begin with the run", True), ("that begin in the middle", False)):
@@ -148,7 +149,8 @@ after the step in which the fault began. What the faults are:
         tables.table(header, rows),
         f"""\
 Of {len(quiet)} healthy runs, each beside the same job at two other seeds, anything was outside in
-{_share(spoke, len(quiet))}. All nets are tiny: in a larger one a seed matters less.""",
+{_share(len(spoke), len(quiet))}, in {times} of them times alone, which depend on what else the
+machine does. All nets are tiny: in a larger one a seed matters less.""",
         """\
 ## What no detector finds
 
