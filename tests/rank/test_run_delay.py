@@ -86,7 +86,7 @@ def test_a_forked_child_begins_with_its_own_thread(delay: RunDelay) -> None:
     child = os.fork()
     if not child:
         delay.begin()
-        here = os.readlink(f"/proc/self/fd/{delay._file}")
+        here = os.readlink(f"/proc/self/fd/{delay._file.number}")
         os.write(writer, f"{os.getpid()} {here}".encode())
         os._exit(0)
     os.close(writer)
