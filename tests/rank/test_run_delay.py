@@ -85,10 +85,12 @@ def test_a_forked_child_begins_with_its_own_thread(delay: RunDelay) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        delay.begin()
-        here = os.readlink(f"/proc/self/fd/{delay._file.number}")
-        os.write(writer, f"{os.getpid()} {here}".encode())
-        os._exit(0)
+        try:
+            delay.begin()
+            here = os.readlink(f"/proc/self/fd/{delay._file.number}")
+            os.write(writer, f"{os.getpid()} {here}".encode())
+        finally:
+            os._exit(0)  # or pytest would go on twice
     os.close(writer)
     os.waitpid(child, 0)
     pid, path = os.read(reader, 200).decode().split()
