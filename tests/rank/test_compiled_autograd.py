@@ -70,11 +70,8 @@ def test_a_backward_that_is_compiled_ends_with_the_same_bits(
         assert kinds >= {"output", "grad_output", "grad_local", "grad"}
 
 
-def test_a_step_that_is_compiled_with_its_backward_ends_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
-
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_a_step_that_is_compiled_with_its_backward_ends_with_the_same_bits(tmp_path: Path) -> None:
     def run(*, probed: bool) -> str:
         torch._dynamo.reset()
         model = net()
