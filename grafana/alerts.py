@@ -201,10 +201,7 @@ _RUNNING = "job_run_instance:ddpprobe_job_running:max"
 _CAUSE = "job, run, detector, step, rank, fqn, kind, phase"
 _HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
 _ENDED = _ask(f"max(last_over_time(ddpprobe_rank_up{{%s}}[{LAST_WORDS}])) == 0")
-_STUCK_RANKS = (
-    f"(ddpprobe_rank_stuck{{%s}} or last_over_time(ddpprobe_rank_stuck{{%s}}[{LAST_WORDS}])"
-    " unless on () ddpprobe_rank_stuck{%s})"
-)
+_STUCK_RANKS = _told("ddpprobe_rank_stuck{%s}", "unless on () ddpprobe_rank_stuck{%s}")
 # A job that hangs, and one that did when it ended, if that was told. One that ended before has a
 # first failure as others have.
 _STUCK = f"""(

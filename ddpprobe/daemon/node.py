@@ -164,8 +164,6 @@ class NodeDaemon:
             self._shut_down()
 
     def _tick(self, now: float) -> None:
-        if not self._directory.is_there():
-            return
         self._follow_attempts()
         attempt = self._attempt
         if attempt is not None and not attempt.closed:

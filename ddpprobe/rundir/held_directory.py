@@ -29,10 +29,9 @@ class HeldDirectory:
         if self._fd is None:
             return self._path.is_dir()
         try:
-            found, held = self._path.stat(), os.fstat(self._fd)
+            return os.path.samestat(self._path.stat(), os.fstat(self._fd))
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def close(self) -> None:
         """Hold it no more."""

@@ -112,10 +112,12 @@ class Carrier:
     def _open(self, number: int) -> tuple[int, int]:
         """Return the descriptors of a segment and its copy."""
         source, target = self._in, self._out
-        if source is not None and target is not None and number == self._number:
-            known = source.is_ours() and target.is_ours()
-            if known:
-                return source.number, target.number
+        if (
+            number == self._number
+            and source is not None and source.is_ours()
+            and target is not None and target.is_ours()
+        ):  # fmt: skip
+            return source.number, target.number
         self.close()
         name = f"{number:08d}.wal"
         self._in = source = OwnDescriptor(safe_read.open_regular(self._source, name))

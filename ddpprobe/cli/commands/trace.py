@@ -33,7 +33,7 @@ from ddpprobe.cli.output import colours, complain, report_gaps, say, say_json, t
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
 from ddpprobe.reader.derived_series import NAMES, DerivedSeries
-from ddpprobe.reader.expired import EXPIRED
+from ddpprobe.reader.expired import in_words
 from ddpprobe.reader.no_data import sampled_around, why_empty
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.series import Scalars, Series, is_named
@@ -417,7 +417,7 @@ def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
         return RunError(f"{args.run}: no step was sampled")
     gone = run_.expired_steps(args.steps)
     if gone is not None:
-        return RunError(f"the records of steps {gone[0]} to {gone[1]} {EXPIRED}")
+        return RunError(in_words(gone))
     near = sampled_around(steps, args.steps)
     reach = f"they reach from {steps[0]} to {steps[-1]}; nearest: {near}"
     return RunError(f"no sampled step in --steps; {reach}")

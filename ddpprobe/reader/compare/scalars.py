@@ -59,6 +59,10 @@ OF_THE_BATCH = {
 OF_THE_INPUT = {INPUT_ELEMENTS, INPUT_MAX, INPUT_MEAN, INPUT_MIN, INPUT_RMS, INPUT_ZEROS}
 # Nor is how much of the model is observed, and of how many models. The sites are compared.
 _OF_THE_PROBE = {"sites_expected", "sites_observed", PASS, PASS_OF_BAD, UNREAD_INPUT}
+# Of two checksums all that can be said is that they are unlike.
+_BUT_THE_INPUT, _BUT_THE_DIGEST = (
+    (OF_THE_BATCH - given) | _OF_THE_PROBE for given in (OF_THE_INPUT, {DIGEST})
+)
 NORM_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 # The mean over the ranks is no number of the whole batch.
 MEAN_BY_SPLIT = {"output_rms"}
@@ -142,9 +146,7 @@ class ScalarMatcher:
 
 def _of_training(cells: Mapping[str, float]) -> dict[str, float]:
     """Return those of a rank's scalars that say something of the training alone."""
-    # Of two checksums all that can be said is that they are unlike.
-    given = OF_THE_INPUT if INPUT_RMS in cells else {DIGEST}
-    never = (OF_THE_BATCH - given) | _OF_THE_PROBE
+    never = _BUT_THE_INPUT if INPUT_RMS in cells else _BUT_THE_DIGEST
     return {
         name: value
         for name, value in cells.items()

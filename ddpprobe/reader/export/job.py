@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 from ddpprobe.errors import RunError
 from ddpprobe.metrics.labels import label_value, run_label
 from ddpprobe.reader import long_table
-from ddpprobe.reader.expired import EXPIRED
+from ddpprobe.reader.expired import in_words
 from ddpprobe.reader.export.blocks import find_promtool, make_blocks
 from ddpprobe.reader.export.openmetrics import ExportReport, OpenMetrics
 from ddpprobe.reader.export.replayed_views import views
@@ -147,7 +147,7 @@ class Job:
             where = "" if self.part.attempt is None else f" in attempt {self.part.attempt}"
             return RunError(f"{self.run.path}: no step was recorded{where}")
         if gone := self.run.expired_steps(self.part.steps):
-            return RunError(f"the records of steps {gone[0]} to {gone[1]} {EXPIRED}")
+            return RunError(in_words(gone))
         return RunError("no recorded step in --steps; `ddpprobe info RUN` says which there are")
 
 
